@@ -1,0 +1,379 @@
+"""Every control message between actors, one class each; the class name is its type on the wire.
+
+Hot messages (items, acks, frames) are not here: they are msgpack arrays, see `schemas/items.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from schemas.record import FenceField, Model, Record, RefField, ReplyTo
+
+MESSAGES: dict[str, type[Message]] = {}
+
+
+class Message(Model):
+    """Base of control messages; subclasses register themselves under their class name."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        MESSAGES[cls.__name__] = cls
+
+
+class RequestMessage(Message):
+    """A message about one request: carries its id, fence, absolute deadline and trace context."""
+
+    request_id: str
+    fence: FenceField
+    deadline: float = 0.0
+    traceparent: str = ""
+
+
+# --- edge or native client → admission -------------------------------------------------------------
+
+
+class Submit(Message):
+    """A request for admission. `term` rises with each retry under the same id; `accept_by` bounds its validity."""
+
+    request_id: str
+    api: str
+    body: dict[str, Any]
+    tenant: str = "default"
+    request_class: str = "interactive"
+    reply: ReplyTo
+    deadline: float
+    accept_by: float
+    term: int = 0
+    edge_epoch: str = ""
+    traceparent: str = ""
+    seed: int | None = None  # fixed by the first acceptance; a resubmission repeats it
+    created: int | None = None
+
+
+class SubmitCancel(Message):
+    """The client of this request has left."""
+
+    request_id: str
+    reason: str = "cancel"
+
+
+class CancelAck(Message):
+    """The owner has seen the cancel (or does not know the request)."""
+
+    request_id: str
+
+
+# --- admission ↔ tokenize --------------------------------------------------------------------------
+
+
+class Tokenize(RequestMessage):
+    """Render and encode a request's prompts; answered with `Tokenized` to `reply`."""
+
+    api: str
+    body: dict[str, Any]
+    reply: RefField
+
+
+class Tokenized(RequestMessage):
+    """Prompt ids, one list per prompt, or an error (see `schemas.errors.from_info`)."""
+
+    prompt_ids: list[list[int]] = []
+    error: dict[str, Any] | None = None
+    elapsed_s: float = 0.0
+
+
+# --- admission ↔ detokenize ------------------------------------------------------------------------
+
+
+class Open(RequestMessage):
+    """Own the text of a request: answered with `Opened`."""
+
+    record: Record
+
+
+class Opened(RequestMessage):
+    """The detokenizer holds the request under this fence."""
+
+
+class FenceIds(RequestMessage):
+    """Refuse anything below this fence from now on and say which ids have arrived; answered with `FencedIds`."""
+
+
+class FencedIds(RequestMessage):
+    """Ids held per choice; `known` is false if the request is not open here."""
+
+    known: bool
+    outputs: list[list[int]] = []
+
+
+class Finished(RequestMessage):
+    """The detokenizer has ended the request; repeated until `FinishedAck`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reasons: list[str] = []
+    error: dict[str, Any] | None = None
+    first_item_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class FinishedAck(RequestMessage):
+    """The owner has settled the request."""
+
+
+class Stalled(RequestMessage):
+    """No ids for a second; `next` is the next expected index per choice."""
+
+    next: list[int]
+
+
+# --- admission → engines ---------------------------------------------------------------------------
+
+
+class Dispatch(RequestMessage):
+    """Run a request: in prefill for hand-off to `decode`, or whole on this engine when `decode` is absent.
+
+    `outputs` holds the ids that each choice already has (all empty at first); their KV is computed again.
+    """
+
+    record: Record
+    detokenize: RefField
+    decode: RefField | None = None
+    outputs: list[list[int]] = []
+    reply: RefField
+
+
+class Dispatched(RequestMessage):
+    """The engine's answer to `Dispatch`: it holds the work, or says why not."""
+
+    error: dict[str, Any] | None = None
+
+
+class EngineError(RequestMessage):
+    """An engine gave a request up (never fits, mismatch, bad numbers); repeated until fenced or closed."""
+
+    error: dict[str, Any]
+
+
+class Redirect(RequestMessage):
+    """Send items of this request to another detokenizer, from index 0; answered with `Redirected`."""
+
+    detokenize: RefField
+    reply: RefField
+
+
+class Redirected(RequestMessage):
+    """`known` is false if the engine does not hold the request."""
+
+    known: bool
+
+
+class Close(RequestMessage):
+    """The one verb for cancel, stop, expire, drop and fence-off; idempotent, answered with `Closed`."""
+
+    reason: str
+    error: dict[str, Any] | None = None
+    reply: RefField | None = None
+
+
+class Closed(RequestMessage):
+    """Nothing of the request is left here (blocks may be quarantined until their writer is done)."""
+
+
+# --- prefill ↔ decode ↔ transfer -------------------------------------------------------------------
+
+
+class BlockRef(Model):
+    """One block of one pool: index and the generation under which it was lent."""
+
+    index: int
+    generation: int
+
+
+class PoolHandle(Model):
+    """An exported pool; on a CPU a file that every process of the host may map."""
+
+    kind: str = "shm"
+    path: str
+    nbytes: int
+    block_nbytes: int
+    layout: str
+    epoch: str
+    host: str
+
+
+class Reserve(RequestMessage):
+    """Prefill asks decode for blocks of one prompt's KV; answered with `Reserved`, perhaps later (back-pressure)."""
+
+    record: Record
+    prompt: int
+    num_tokens: int
+    detokenize: RefField
+    outputs: list[list[int]]
+    source: RefField
+
+
+class Reserved(RequestMessage):
+    """Destination blocks under a lease that ends with the request's deadline."""
+
+    prompt: int
+    pool: PoolHandle | None = None
+    blocks: list[BlockRef] = []
+    error: dict[str, Any] | None = None
+
+
+class TransferJob(RequestMessage):
+    """Copy blocks between pools and verify them; then `Transferred` goes to `dest`, `TransferDone` to `source`."""
+
+    job: str
+    prompt: int
+    source: RefField
+    dest: RefField
+    source_pool: PoolHandle
+    dest_pool: PoolHandle
+    source_blocks: list[BlockRef]
+    dest_blocks: list[BlockRef]
+    first: list[list[Any]] = []  # per choice of the prompt: [id, logprob]
+    num_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class TransferAbort(RequestMessage):
+    """Stop a job's writes; `TransferDone` with an error confirms that none can follow."""
+
+    job: str
+
+
+class TransferDone(RequestMessage):
+    """The job is over: no write of it can follow."""
+
+    job: str
+    prompt: int
+    error: dict[str, Any] | None = None
+    nbytes: int = 0
+    elapsed_s: float = 0.0
+
+
+class Transferred(RequestMessage):
+    """A prompt's KV lies verified in the destination; decode may start. Answered with `Activated` to `source`."""
+
+    job: str
+    prompt: int
+    source: RefField
+    first: list[list[Any]]
+    num_tokens: int
+    cached_tokens: int = 0
+
+
+class Activated(RequestMessage):
+    """Decode owns this prompt's sequences; the source may free its blocks."""
+
+    prompt: int
+    error: dict[str, Any] | None = None
+
+
+# --- engines ↔ kv ----------------------------------------------------------------------------------
+
+
+class KvLookup(Message):
+    """Pin the longest stored prefix of a chain of block hashes; answered with `KvFound`."""
+
+    ticket: str
+    hashes: list[bytes]
+    parents: list[bytes] = []
+    reply: RefField
+    deadline: float = 0.0
+
+
+class KvFound(Message):
+    """The first `len(blocks)` hashes are stored and pinned until `KvRelease` or the lease's end."""
+
+    ticket: str
+    pool: PoolHandle | None = None
+    blocks: list[BlockRef] = []
+    checksums: list[int] = []
+    lease_until: float = 0.0
+
+
+class KvRelease(Message):
+    """Unpin the blocks of a lookup."""
+
+    ticket: str
+
+
+class KvReserve(Message):
+    """Ask for staging blocks to write; answered with `KvReserved` (fewer or none when the tier is full)."""
+
+    ticket: str
+    hashes: list[bytes]
+    parents: list[bytes]
+    reply: RefField
+    deadline: float = 0.0
+
+
+class KvReserved(Message):
+    """Staging blocks for the hashes at `positions` of the request's list (others are stored already)."""
+
+    ticket: str
+    pool: PoolHandle | None = None
+    positions: list[int] = []
+    blocks: list[BlockRef] = []
+
+
+class KvCommit(Message):
+    """The staged blocks are written; each is inserted with its checksum. `ok` false drops them."""
+
+    ticket: str
+    ok: bool = True
+    checksums: list[int] = []
+
+
+# --- everybody -------------------------------------------------------------------------------------
+
+
+class Heartbeat(Message):
+    """Liveness and load of one actor, every 250 ms."""
+
+    ref: RefField
+    node: str
+    host: str
+    pid: int
+    seq: int
+    sent_at: float  # Unix seconds
+    state: str = "starting"  # starting | ready | draining | failed
+    reason: str = ""
+    loop_lag_s: float = 0.0
+    load: dict[str, Any] = Field(default_factory=dict)
+
+
+class ExitNotice(Message):
+    """A supervisor saw a node end: none of these incarnations will speak again."""
+
+    node: str
+    pid: int
+    code: int
+    refs: list[RefField]
+
+
+class Drain(Message):
+    """Stop taking work, finish or hand over what is held, then leave. `target` is a node or an actor id."""
+
+    target: str
+
+
+class MetricsQuery(Message):
+    """Ask every node for its metrics; each answers with `MetricsReport` to `reply`."""
+
+    ticket: str
+    reply: RefField
+
+
+class MetricsReport(Message):
+    """One node's metrics in the Prometheus text format."""
+
+    ticket: str
+    node: str
+    text: str
