@@ -73,6 +73,8 @@ class Tokenize(RequestMessage):
 
     api: str
     body: dict[str, Any]
+    limit: int = 0  # context window in tokens; 0 when not known
+    max_tokens: int | None = None
     reply: RefField
 
 
@@ -102,10 +104,12 @@ class FenceIds(RequestMessage):
 
 
 class FencedIds(RequestMessage):
-    """Ids held per choice; `known` is false if the request is not open here."""
+    """Ids held per choice; `known` is false if the request is not open here; `finished` choices want no more."""
 
     known: bool
     outputs: list[list[int]] = []
+    finished: list[int] = []
+    ended: bool = False
 
 
 class Finished(RequestMessage):
@@ -136,19 +140,22 @@ class Stalled(RequestMessage):
 class Dispatch(RequestMessage):
     """Run a request: in prefill for hand-off to `decode`, or whole on this engine when `decode` is absent.
 
-    `outputs` holds the ids that each choice already has (all empty at first); their KV is computed again.
+    `outputs` holds the ids that each choice already has (all empty at first); their KV is computed again. Choices in
+    `finished` are not run.
     """
 
     record: Record
     detokenize: RefField
     decode: RefField | None = None
     outputs: list[list[int]] = []
+    finished: list[int] = []
     reply: RefField
 
 
 class Dispatched(RequestMessage):
-    """The engine's answer to `Dispatch`: it holds the work, or says why not."""
+    """The engine's answer to `Dispatch`: it holds the work, or says why not; decode says `started` after a hand-off."""
 
+    started: bool = False
     error: dict[str, Any] | None = None
 
 
@@ -206,37 +213,47 @@ class PoolHandle(Model):
 
 
 class Reserve(RequestMessage):
-    """Prefill asks decode for blocks of one prompt's KV; answered with `Reserved`, perhaps later (back-pressure)."""
+    """Prefill asks decode for blocks of one part's KV; answered with `Reserved`, perhaps later (back-pressure).
+
+    A part is what one transfer carries: a prompt with all its choices at first, a single choice when resumed.
+    `parts` is how many the request has in all; `outputs` are the ids that each of `choices` already has.
+    """
 
     record: Record
-    prompt: int
+    part: int
+    parts: int
     num_tokens: int
-    detokenize: RefField
+    choices: list[int]
     outputs: list[list[int]]
+    detokenize: RefField
     source: RefField
 
 
 class Reserved(RequestMessage):
     """Destination blocks under a lease that ends with the request's deadline."""
 
-    prompt: int
+    part: int
     pool: PoolHandle | None = None
     blocks: list[BlockRef] = []
     error: dict[str, Any] | None = None
 
 
 class TransferJob(RequestMessage):
-    """Copy blocks between pools and verify them; then `Transferred` goes to `dest`, `TransferDone` to `source`."""
+    """Copy blocks between pools and verify them; then `Transferred` goes to `dest`, `TransferDone` to `source`.
+
+    A job without `first` moves blocks to or from a store: only `TransferDone` follows.
+    """
 
     job: str
-    prompt: int
+    part: int
     source: RefField
     dest: RefField
     source_pool: PoolHandle
     dest_pool: PoolHandle
     source_blocks: list[BlockRef]
     dest_blocks: list[BlockRef]
-    first: list[list[Any]] = []  # per choice of the prompt: [id, logprob]
+    first: list[list[Any]] = []  # per choice of the part: [id, logprob]
+    expected: list[int] = []  # xxh3 of each source block where it is known already
     num_tokens: int = 0
     cached_tokens: int = 0
 
@@ -251,17 +268,18 @@ class TransferDone(RequestMessage):
     """The job is over: no write of it can follow."""
 
     job: str
-    prompt: int
+    part: int
     error: dict[str, Any] | None = None
+    checksums: list[int] = []
     nbytes: int = 0
     elapsed_s: float = 0.0
 
 
 class Transferred(RequestMessage):
-    """A prompt's KV lies verified in the destination; decode may start. Answered with `Activated` to `source`."""
+    """A part's KV lies verified in the destination; decode may start. Answered with `Activated` to `source`."""
 
     job: str
-    prompt: int
+    part: int
     source: RefField
     first: list[list[Any]]
     num_tokens: int
@@ -269,9 +287,9 @@ class Transferred(RequestMessage):
 
 
 class Activated(RequestMessage):
-    """Decode owns this prompt's sequences; the source may free its blocks."""
+    """Decode owns this part's sequences; the source may free its blocks."""
 
-    prompt: int
+    part: int
     error: dict[str, Any] | None = None
 
 
