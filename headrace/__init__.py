@@ -1,0 +1,1 @@
+"""The composition root: command line, assembly of nodes, embedded bus, model fetch."""

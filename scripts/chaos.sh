@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Kill and freeze real processes under running streams; the last line is one JSON object.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/bootstrap.sh dev
+exec .venv/bin/python -m chaos "$@"
