@@ -1,0 +1,302 @@
+"""Everything that can be set, parsed once: flag > environment `HEADRACE_*` > `headrace.toml` > default.
+
+An unknown key is fatal and names where it stands. Secrets are masked wherever settings are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.sources import EnvSettingsSource, InitSettingsSource, TomlConfigSettingsSource
+
+ENV_PREFIX = "HEADRACE_"
+DEFAULT_FILE = "headrace.toml"
+# Read outside of the settings: the file's own place, and what scripts and tests pass on.
+OTHER_ENV = frozenset({"HEADRACE_CONFIG", "HEADRACE_TEST_MODEL"})
+
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Count = Annotated[int, Field(ge=0, le=1024)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class SettingsError(Exception):
+    """Raised when a setting is unknown or has a bad value; `problems` holds one line each, naming the source."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Settings(BaseSettings):
+    """The effective settings of one process."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    # What is served
+    model: str = Field("", description="path of a GGUF file; empty: the default model, fetched once")
+    served_model_name: str = Field("", description="name that clients use; empty: taken from the file's name")
+    cache: str = Field("", description="where fetched models lie; empty: ~/.cache/headrace/models")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="arithmetic of the engine")
+    engine: str = Field("torch", description="torch | scripted[:FILE] | null[:SPEC]")
+
+    # The shape of an instance
+    instance: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="name of this instance")
+    prefill: Count = Field(1, description="engines in the prefill role")
+    decode: Count = Field(2, description="engines in the decode role")
+    both: Count = Field(0, description="engines in both roles at once")
+    isolate: bool = Field(False, description="one process per actor")
+    threads: int = Field(0, ge=0, le=1024, description="threads per engine; 0: cores shared evenly")
+
+    # Where it listens
+    http: str = Field("127.0.0.1:8000", description="HOST:PORT of the HTTP edge")
+    port_base: Port = Field(0, description="first of this instance's ports: +0 HTTP, +1 bus; 0: the defaults")
+
+    # The bus
+    bus_url: str = Field("", description="an existing NATS server; empty: one is started with the instance")
+    bus_token: SecretStr | None = Field(None, description="token for the bus")
+    bus_user: str = Field("", description="user for the bus")
+    bus_password: SecretStr | None = Field(None, description="password for the bus")
+    bus_creds: str = Field("", description="path of a NATS credentials file")
+    bus_tls_ca: str = Field("", description="path of the CA certificate for the bus")
+    bus_tls_cert: str = Field("", description="path of the client certificate for the bus")
+    bus_tls_key: str = Field("", description="path of the client key for the bus")
+    bus_wait_s: Seconds = Field(30.0, description="how long a start waits for the bus before it gives up")
+
+    # Engines
+    pool_tokens: int = Field(8192, ge=16, description="tokens of KV per engine; rounded down to blocks of 16")
+    host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
+    token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
+    max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
+    shm_dir: str = Field("/dev/shm", description="where pools are exported as files")
+
+    # Time
+    default_deadline_s: Seconds = Field(600.0, description="deadline of a request that states none")
+    drain_limit_s: Annotated[float, Field(ge=0)] = Field(30.0, description="how long a stop waits for running work")
+    keepalive_s: Seconds = Field(10.0, description="longest silence of a stream before a keepalive comment")
+    frozen_kill_s: Seconds = Field(10.0, description="a node without a heartbeat for so long is killed")
+    start_limit_s: Seconds = Field(120.0, description="how long all nodes may take to become ready")
+
+    # What it says
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    otlp_endpoint: str = Field("", description="OTLP/HTTP endpoint for traces; empty: none")
+    spans_file: str = Field("", description="file that receives one JSON line per span; empty: none")
+    runtime_dir: str = Field("", description="state file and logs; empty: $XDG_RUNTIME_DIR/headrace or a private /tmp")
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        if value.partition(":")[0] not in ("torch", "scripted", "null") or value.startswith("torch:"):
+            raise ValueError("must be torch, scripted, scripted:FILE, null or null:SPEC")
+        return value
+
+    @field_validator("http")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @field_validator("bus_url")
+    @classmethod
+    def _bus_scheme(cls, value: str) -> str:
+        if value and not value.startswith(("nats://", "tls://", "ws://", "wss://")):
+            raise ValueError("must begin with nats://, tls://, ws:// or wss://")
+        return value
+
+    @model_validator(mode="after")
+    def _runs_something(self) -> Settings:
+        if self.both == 0 and self.decode == 0:
+            raise ValueError("decode and both are 0: nothing could answer a request")
+        return self
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        """Host and port of the edge, moved by `port_base` when that is set and the port is the default one."""
+        host, port = split_address(self.http)
+        if self.port_base and "http" not in self.model_fields_set:
+            port = self.port_base
+        return host, port
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of an engine's pool."""
+        return self.pool_tokens // 16
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier."""
+        return self.host_tier_tokens // 16
+
+    @property
+    def runtime_path(self) -> Path:
+        """Directory of state files and logs."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir)
+        base = os.environ.get("XDG_RUNTIME_DIR")
+        if base and os.access(base, os.W_OK):
+            return Path(base) / "headrace"
+        return Path(f"/tmp/headrace-{os.getuid()}")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take only what `load` merged, so that every value's source is known."""
+        return (init_settings,)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, for each, where its value came from (`flag`, `env NAME`, `file PATH`, `default`)."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """Return `(name, value, source)` for display; secrets are masked."""
+        return [(name, masked(getattr(self.settings, name)), self.sources[name]) for name in Settings.model_fields]
+
+    def to_env(self) -> dict[str, str]:
+        """Return the environment by which a child process gets these very settings."""
+        out: dict[str, str] = {}
+        for name, source in self.sources.items():
+            if source != "default":
+                out[env_name(name)] = env_text(getattr(self.settings, name))
+        return out
+
+
+def load(
+    flags: Mapping[str, Any] | None = None, *, config: str | None = None, environ: Mapping[str, str] | None = None
+) -> Loaded:
+    """Merge flags, environment and file into settings.
+
+    Args:
+        flags: values given on the command line; None means not given.
+        config: path of the file; absent: `$HEADRACE_CONFIG`, else `headrace.toml` here, if there is one.
+        environ: the environment, `os.environ` if absent.
+
+    Raises:
+        SettingsError: if a key is unknown, a value is bad, or the file cannot be read.
+    """
+    env = os.environ if environ is None else environ
+    path = _config_path(config, env)
+    layers: list[tuple[dict[str, Any], dict[str, str]]] = [
+        _from_file(path) if path is not None else ({}, {}),
+        _from_env(env),
+        _from_flags(flags or {}),
+    ]
+    problems = [
+        f"unknown setting {key!r} in {source}{_similar(key)}"
+        for _, sources in layers
+        for key, source in sources.items()
+        if key not in Settings.model_fields
+    ]
+    if problems:
+        raise SettingsError(problems)
+    merged: dict[str, Any] = {}
+    found = dict.fromkeys(Settings.model_fields, "default")
+    for values, sources in layers:
+        merged.update(values)
+        found.update(sources)
+    try:
+        settings = Settings(**merged)
+    except ValidationError as exc:
+        raise SettingsError([_problem(dict(e), found) for e in exc.errors()]) from exc
+    return Loaded(settings, found)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Split `HOST:PORT`; IPv6 hosts stand in brackets.
+
+    Raises:
+        ValueError: if it is not such a pair.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def env_name(name: str) -> str:
+    """Name of the environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def env_text(value: Any) -> str:
+    """Text of a value as an environment variable holds it; secrets in clear."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return json.dumps(value) if isinstance(value, (bool, int, float)) else str("" if value is None else value)
+
+
+def masked(value: Any) -> Any:
+    """Return a value fit for display."""
+    return "********" if isinstance(value, SecretStr) else value
+
+
+def _config_path(config: str | None, env: Mapping[str, str]) -> Path | None:
+    named = config or env.get("HEADRACE_CONFIG")
+    if named:
+        return Path(named).expanduser()
+    here = Path(DEFAULT_FILE)
+    return here if here.is_file() else None
+
+
+def _from_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    class File(Settings):
+        model_config = SettingsConfigDict(toml_file=path)
+
+    if not path.is_file():
+        raise SettingsError([f"settings file {path} does not exist"])
+    try:
+        values = dict(TomlConfigSettingsSource(File, path)())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise SettingsError([f"settings file {path} cannot be read: {exc}"]) from exc
+    return values, dict.fromkeys(values, f"file {path}")
+
+
+def _from_env(env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    sources: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    source = EnvSettingsSource(Settings)
+    for name in sorted(env):
+        if not name.startswith(ENV_PREFIX) or name in OTHER_ENV:
+            continue
+        key = name.removeprefix(ENV_PREFIX).lower()
+        sources[key] = f"env {name}"
+        field = Settings.model_fields.get(key)
+        if field is not None:
+            values[key] = source.prepare_field_value(key, field, env[name], value_is_complex=False)
+    return values, sources
+
+
+def _from_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    source = InitSettingsSource(Settings, {k: v for k, v in flags.items() if v is not None})
+    given = dict(source())
+    return given, {name: f"flag --{name.replace('_', '-')}" for name in given}
+
+
+def _problem(error: dict[str, Any], sources: Mapping[str, str]) -> str:
+    name = str(error["loc"][0]) if error["loc"] else ""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{name} ({sources[name]}): {message}" if name in sources else message
+
+
+def _similar(key: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, list(Settings.model_fields), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,146 @@
+"""Settings: which source wins, what is refused, what is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schemas.settings import Settings, SettingsError, load, split_address
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "headrace.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
+    """Each layer hides the one below it, key by key."""
+    config = write(tmp_path, "prefill = 5\ndecode = 5\nboth = 5\n")
+    env = {"HEADRACE_PREFILL": "6", "HEADRACE_DECODE": "6"}
+
+    loaded = load({"prefill": 7}, config=config, environ=env)
+
+    assert (loaded.settings.prefill, loaded.settings.decode, loaded.settings.both) == (7, 6, 5)
+    assert loaded.settings.max_running == Settings.model_fields["max_running"].default
+
+
+def test_every_value_names_its_source(tmp_path: Path) -> None:
+    """`headrace config` can say why a value holds."""
+    config = write(tmp_path, "both = 1\n")
+
+    loaded = load({"prefill": 2}, config=config, environ={"HEADRACE_DECODE": "3"})
+
+    assert loaded.sources["prefill"] == "flag --prefill"
+    assert loaded.sources["decode"] == "env HEADRACE_DECODE"
+    assert loaded.sources["both"] == f"file {config}"
+    assert loaded.sources["engine"] == "default"
+    assert set(loaded.sources) == set(Settings.model_fields)
+
+
+def test_a_flag_that_was_not_given_hides_nothing() -> None:
+    """None on the command line means absent."""
+    loaded = load({"decode": None}, environ={"HEADRACE_DECODE": "4"})
+
+    assert loaded.settings.decode == 4
+
+
+@pytest.mark.parametrize("layer", ["flag", "env", "file"])
+def test_an_unknown_key_is_fatal_and_names_its_source(layer: str, tmp_path: Path) -> None:
+    """A misspelt setting never passes in silence, wherever it stands."""
+    config = write(tmp_path, "decod = 2\n" if layer == "file" else "")
+    env = {"HEADRACE_DECOD": "2"} if layer == "env" else {}
+    flags = {"decod": 2} if layer == "flag" else {}
+    where = {"flag": "flag --decod", "env": "env HEADRACE_DECOD", "file": f"file {config}"}[layer]
+
+    with pytest.raises(SettingsError) as caught:
+        load(flags, config=config, environ=env)
+
+    assert "unknown setting 'decod'" in str(caught.value)
+    assert where in str(caught.value)
+    assert "'decode'" in str(caught.value)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """Two mistakes need one run to be found."""
+    with pytest.raises(SettingsError) as caught:
+        load({}, environ={"HEADRACE_DECODE": "many", "HEADRACE_HTTP": "here"})
+
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("decode", "-1"),
+        ("engine", "magic"),
+        ("engine", "torch:x"),
+        ("http", "127.0.0.1"),
+        ("http", "127.0.0.1:99999"),
+        ("bus_url", "http://127.0.0.1:4222"),
+        ("instance", "Not A Name"),
+        ("log_level", "loud"),
+        ("drain_limit_s", "-1"),
+        ("port_base", "70000"),
+    ],
+)
+def test_a_bad_value_is_fatal_and_names_setting_and_source(name: str, value: str) -> None:
+    """The message leads to the place that has to change."""
+    with pytest.raises(SettingsError) as caught:
+        load({}, environ={f"HEADRACE_{name.upper()}": value})
+
+    assert f"{name} (env HEADRACE_{name.upper()})" in str(caught.value)
+
+
+def test_nothing_that_could_answer_is_refused() -> None:
+    """An instance without an engine that decodes is a mistake."""
+    with pytest.raises(SettingsError, match="nothing could answer"):
+        load({"decode": 0, "both": 0}, environ={})
+
+
+def test_a_missing_settings_file_that_was_named_is_fatal(tmp_path: Path) -> None:
+    """Only the default file may be absent."""
+    with pytest.raises(SettingsError, match="does not exist"):
+        load({}, config=str(tmp_path / "none.toml"), environ={})
+
+
+def test_a_settings_file_that_is_no_toml_is_fatal(tmp_path: Path) -> None:
+    """The parser's words reach the reader."""
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load({}, config=write(tmp_path, "= broken"), environ={})
+
+
+def test_secrets_are_masked_in_rows_and_in_repr() -> None:
+    """A token is used, and never shown."""
+    loaded = load({}, environ={"HEADRACE_BUS_TOKEN": "t0k3n-secret", "HEADRACE_BUS_PASSWORD": "p4ss-secret"})
+
+    shown = repr(loaded.rows()) + repr(loaded.settings)
+
+    assert "secret" not in shown.replace("SecretStr", "").lower()
+    assert loaded.settings.bus_token is not None
+    assert loaded.settings.bus_token.get_secret_value() == "t0k3n-secret"
+
+
+def test_a_child_gets_the_very_same_settings_through_its_environment(tmp_path: Path) -> None:
+    """What the parent merged, flags and file included, the child reads back."""
+    config = write(tmp_path, "pool_tokens = 512\n")
+    parent = load({"decode": 3, "isolate": True, "bus_token": "x"}, config=config, environ={"HEADRACE_DTYPE": "float32"})
+
+    child = load({}, environ=parent.to_env())
+
+    assert child.settings == parent.settings
+
+
+def test_port_base_moves_the_http_port_unless_one_is_given() -> None:
+    """An explicit address is taken at its word."""
+    moved = load({"port_base": 9100}, environ={}).settings
+    explicit = load({"port_base": 9100, "http": "127.0.0.1:8123"}, environ={}).settings
+
+    assert moved.http_address == ("127.0.0.1", 9100)
+    assert explicit.http_address == ("127.0.0.1", 8123)
+
+
+def test_an_ipv6_host_stands_in_brackets() -> None:
+    """The last colon separates the port."""
+    assert split_address("[::1]:8000") == ("::1", 8000)
