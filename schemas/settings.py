@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     engine: str = Field("torch", description="torch | scripted[:FILE] | null[:SPEC]")
 
     # The shape of an instance
-    instance: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="name of this instance")
+    instance: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="its name")
     prefill: Count = Field(1, description="engines in the prefill role")
     decode: Count = Field(2, description="engines in the decode role")
     both: Count = Field(0, description="engines in both roles at once")
@@ -76,6 +76,7 @@ class Settings(BaseSettings):
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
     shm_dir: str = Field("/dev/shm", description="where pools are exported as files")
+    shm_prefix: str = Field("", description="how their names begin; empty: headrace-INSTANCE-PID")
 
     # Time
     default_deadline_s: Seconds = Field(600.0, description="deadline of a request that states none")
@@ -123,6 +124,13 @@ class Settings(BaseSettings):
         if self.port_base and "http" not in self.model_fields_set:
             port = self.port_base
         return host, port
+
+    @property
+    def instance_name(self) -> str:
+        """Name of the instance: as set, else after `port_base`, so that moved instances do not collide."""
+        if self.port_base and "instance" not in self.model_fields_set:
+            return f"port-{self.port_base}"
+        return self.instance
 
     @property
     def num_blocks(self) -> int:

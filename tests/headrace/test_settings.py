@@ -125,7 +125,8 @@ def test_secrets_are_masked_in_rows_and_in_repr() -> None:
 def test_a_child_gets_the_very_same_settings_through_its_environment(tmp_path: Path) -> None:
     """What the parent merged, flags and file included, the child reads back."""
     config = write(tmp_path, "pool_tokens = 512\n")
-    parent = load({"decode": 3, "isolate": True, "bus_token": "x"}, config=config, environ={"HEADRACE_DTYPE": "float32"})
+    flags = {"decode": 3, "isolate": True, "bus_token": "x"}
+    parent = load(flags, config=config, environ={"HEADRACE_DTYPE": "float32"})
 
     child = load({}, environ=parent.to_env())
 

@@ -1,0 +1,59 @@
+"""Which node hosts which actors: pure, from settings to a list of plans."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from schemas.settings import Settings
+
+LIGHT_KINDS = ("admission", "tokenize", "detokenize")
+ENGINE_KINDS = ("prefill", "decode", "both")
+KINDS = ("edge", *LIGHT_KINDS, *ENGINE_KINDS, "transfer", "kv")
+LIGHT_NODES = 2  # a light node may die; another one takes its requests over
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """A node by name, and the kinds of the actors that it hosts."""
+
+    name: str
+    kinds: tuple[str, ...]
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether the node computes."""
+        return any(kind in ENGINE_KINDS for kind in self.kinds)
+
+
+def plan_nodes(settings: Settings) -> list[NodePlan]:
+    """Return the nodes of an instance in the order in which they start; the edge is last."""
+    engines = [
+        NodePlan(f"{kind}-{i}", (kind,))
+        for kind, count in (("prefill", settings.prefill), ("decode", settings.decode), ("both", settings.both))
+        for i in range(count)
+    ]
+    if settings.isolate:
+        light = [NodePlan(f"{kind}-{i}", (kind,)) for kind in LIGHT_KINDS for i in range(LIGHT_NODES)]
+        store = [NodePlan("kv-0", ("kv",)), NodePlan("transfer-0", ("transfer",))]
+    else:
+        light = [NodePlan(f"light-{i}", LIGHT_KINDS) for i in range(LIGHT_NODES)]
+        store = [NodePlan("kv-0", ("kv", "transfer"))]
+    return [*store, *engines, *light, NodePlan("edge", ("edge",))]
+
+
+def drain_order(plans: list[NodePlan]) -> list[list[NodePlan]]:
+    """Return groups that stop one after another: who takes work in stops first, who holds memory last."""
+    edges = [p for p in plans if "edge" in p.kinds]
+    stores = [p for p in plans if not p.is_engine and set(p.kinds) & {"kv", "transfer"}]
+    engines = [p for p in plans if p.is_engine]
+    light = [p for p in plans if p not in edges and p not in stores and p not in engines]
+    return [group for group in (edges, light, engines, stores) if group]
+
+
+def threads_per_engine(settings: Settings, cores: int | None = None) -> int:
+    """Return the threads of one engine: as set, else the cores of this machine (decode steps come one at a time)."""
+    if settings.threads:
+        return settings.threads
+    available = cores if cores is not None else len(os.sched_getaffinity(0))
+    return max(1, available)
