@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +88,38 @@ def leftovers(instance: str) -> list[str]:
     """Return the shared-memory files of an instance that still lie there."""
     settings = load().settings
     return sorted(str(p) for p in Path(settings.shm_dir).glob(f"headrace-{instance}-*"))
+
+
+@asynccontextmanager
+async def serving(options: argparse.Namespace, *more: str, env: dict[str, str] | None = None) -> AsyncIterator[Address]:
+    """Yield the address of the instance that the options name, or of a private one that is stopped at the end.
+
+    Raises:
+        InstanceFailed: if it does not start, or if the private one does not stop cleanly.
+    """
+    if options.instance is not None:
+        yield address(options.instance)
+        return
+    directory = Path(tempfile.mkdtemp(prefix="headrace-check-"))
+    name = f"check-{options.port_base}"
+    instance = Instance(name, log=directory / "up.log")
+    flags = ["--engine", options.engine, *more]
+    await instance.start(*flags, port_base=options.port_base, env=env)
+    print(f"instance {name} ready after {instance.ready_after_s:.1f} s; log {instance.log}", flush=True)
+    try:
+        yield instance.address
+    finally:
+        code = await instance.stop()
+        left = leftovers(name)
+    if code or left:
+        raise InstanceFailed(f"stopped with exit code {code}, left {left}:\n{instance.tail()}")
+
+
+def add_options(parser: argparse.ArgumentParser, *, port_base: int) -> None:
+    """Add the options that `serving` reads."""
+    parser.add_argument("--instance", default=None, help="use this running instance instead of starting one")
+    parser.add_argument("--engine", default="torch", help="torch (the real model) or scripted[:FILE]")
+    parser.add_argument("--port-base", type=int, default=port_base, help="ports of the private instance")
 
 
 class Instance:

@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh dev
+if [ "$#" -eq 0 ]; then set -- run failover; fi
 exec .venv/bin/python -m chaos "$@"
