@@ -1,0 +1,148 @@
+"""The edge as an actor: HTTP in front, the bus behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from edge.app import Parts, create_app
+from edge.exchange import MAX_OPEN, Exchange
+from edge.generate import Limits
+from edge.health import BUS_GRACE_S, STATES, missing
+from edge.metrics import EdgeMetrics, MetricsCollector
+from edge.server import AddressUnavailable, HttpServer
+from runtime.actor import Actor, Context
+from schemas.errors import Unavailable
+from schemas.items import FRAMES
+from schemas.messages import CancelAck, Closed, Message, MetricsReport
+from schemas.subjects import Ref
+
+
+class EdgeActor(Actor):
+    """Serves OpenAI's HTTP routes.
+
+    Args:
+        host, port: where to listen; port 0 takes a free one, see `address`.
+        models: names under which the model is served, the first one being its proper name.
+        limits: of the HTTP side.
+        max_open: requests that may be open at once.
+        listen: False serves no socket; the application is then reached as `app`.
+    """
+
+    kind: ClassVar[str] = "edge"
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        models: Sequence[str],
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        limits: Limits | None = None,
+        max_open: int = MAX_OPEN,
+        listen: bool = True,
+    ) -> None:
+        super().__init__(context)
+        if not models:
+            raise ValueError("an edge needs at least one model name")
+        self.metrics = EdgeMetrics(context.telemetry)
+        self.exchange = Exchange(context, self.metrics, max_open=max_open)
+        self._collector = MetricsCollector(context)
+        self._bus_bad_since: float | None = None
+        self._was_ready = False
+        parts = Parts(
+            context=context, exchange=self.exchange, metrics=self.metrics, collector=self._collector, health=self,
+            models=tuple(dict.fromkeys(models)), limits=limits or Limits(), started=int(context.clock.wall()),
+        )  # fmt: skip
+        self.app = create_app(parts)
+        self._server = HttpServer(self.app, host, port) if listen else None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port that it listens on."""
+        return self._server.address if self._server is not None else None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            AddressUnavailable: if the address is taken.
+        """
+        if self._server is not None:
+            try:
+                await self._server.start(self.context)
+            except AddressUnavailable as exc:
+                self.state, self.reason = "failed", str(exc)
+                raise
+        self.state = "ready"
+
+    async def stop(self) -> None:
+        """End what is open with an error, answer it, and close the port."""
+        self.exchange.end_all(Unavailable("the server is stopping"))
+        if self._server is not None:
+            await self._server.stop()
+
+    def receive(self, message: Message, sender: Ref | None) -> None:
+        """Take answers to cancels and to metrics queries."""
+        match message:
+            case CancelAck():
+                self.exchange.on_cancel_ack(message, sender)
+            case MetricsReport():
+                self._collector.report(message)
+            case Closed():
+                pass
+            case _:
+                self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
+
+    def receive_hot(self, kind: str, body: list[Any], sender: Ref | None) -> None:
+        """Take frames."""
+        if kind == FRAMES and sender is not None:
+            self.exchange.on_frames(body, sender)
+
+    def tick(self) -> None:
+        """Let time pass for open requests."""
+        if self.context.bus_ok:
+            self._bus_bad_since = None
+        elif self._bus_bad_since is None:
+            self._bus_bad_since = self.clock.now()
+        self.exchange.tick()
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """Ask others for what this actor was asked for."""
+        self.exchange.member_down(ref)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no answer is open."""
+        return len(self.exchange) == 0
+
+    def load(self) -> dict[str, Any]:
+        """Open requests, accepted or not."""
+        waiting = self.exchange.unaccepted
+        return {"running": len(self.exchange) - waiting, "waiting": waiting}
+
+    def statistics(self) -> dict[str, float]:
+        """Gauges of open requests."""
+        return {
+            "requests_in_flight": len(self.exchange),
+            "oldest_request_age_seconds": self.exchange.oldest_age_s,
+        }
+
+    # --- readiness -------------------------------------------------------------------------------------
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether requests could be served at any time since the start."""
+        return self._was_ready
+
+    def not_ready(self) -> Unavailable | None:
+        """Return why requests cannot be served now."""
+        if self.state == "draining":
+            return Unavailable("the server is stopping", code="draining", retry_after_s=5.0)
+        if self._bus_bad_since is not None and self.clock.now() - self._bus_bad_since >= BUS_GRACE_S:
+            return Unavailable("the bus cannot be reached", code="bus_unavailable", retry_after_s=2.0)
+        reasons = missing(self.context.membership.members(states=STATES))
+        if reasons:
+            return Unavailable("; ".join(reasons), code="not_ready", retry_after_s=2.0)
+        self._was_ready = True
+        return None

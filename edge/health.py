@@ -1,0 +1,38 @@
+"""Whether requests can be served now. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from runtime.membership import Member
+
+STATES = ("starting", "ready", "draining", "failed")
+BUS_GRACE_S = 1.0
+NEEDED: dict[str, tuple[str, ...]] = {
+    "admission": ("admission",),
+    "tokenize": ("tokenize",),
+    "detokenize": ("detokenize",),
+    "decode engine": ("decode", "both"),
+}
+
+
+def missing(members: Iterable[Member]) -> list[str]:
+    """Return why requests cannot be served, one reason per missing part; empty when they can.
+
+    Engines are `ready` only after a real step, so that this says that the model answers. A prefill engine is not
+    needed: a decode engine computes a prompt itself when there is none.
+    """
+    known = list(members)
+    reasons = []
+    for part, kinds in NEEDED.items():
+        of_kind = [m for m in known if m.ref.kind in kinds]
+        if any(m.state == "ready" for m in of_kind):
+            continue
+        failed = next((m for m in of_kind if m.state == "failed"), None)
+        if failed is not None:
+            reasons.append(f"no {part} is ready: {failed.reason or 'it failed to start'}")
+        elif of_kind:
+            reasons.append(f"no {part} is ready: {of_kind[0].state}")
+        else:
+            reasons.append(f"no {part} is running")
+    return reasons

@@ -1,0 +1,87 @@
+"""Server-sent events: bytes of events, and the loop that writes one answer as a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.types import Send
+
+from edge.exchange import Exchange, OpenRequest
+from edge.metrics import EdgeMetrics
+from edge.openai_shapes import Shape
+from runtime.clock import Clock
+from schemas.errors import HeadraceError
+
+KEEPALIVE = b": keepalive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Return one event. Characters that some readers take for line ends are written as escapes."""
+    text = orjson.dumps(data)
+    if b"\xe2\x80" in text:
+        text = text.replace(b"\xe2\x80\xa8", rb"\u2028").replace(b"\xe2\x80\xa9", rb"\u2029")
+    if b"\xc2\x85" in text:
+        text = text.replace(b"\xc2\x85", rb"\u0085")
+    return b"data: " + text + b"\n\n"
+
+
+async def write_stream(
+    request: OpenRequest, shape: Shape, exchange: Exchange, metrics: EdgeMetrics, clock: Clock, send: Send,
+    *, keepalive_s: float,
+) -> None:  # fmt: skip
+    """Write an answer as a stream.
+
+    Nothing is sent before the first event, the end or one keepalive interval, so that an error which comes before is
+    still a real status. An error after the first byte is one event, and the stream closes without `[DONE]`.
+
+    Raises:
+        HeadraceError: if the request failed and nothing has been sent.
+    """
+    inflight = request.inflight
+    started = False
+    last_sent = clock.now()
+    while not request.left:
+        events = inflight.take()
+        exchange.taken(request)
+        shape.created = request.created
+        out = [event(chunk) for chunk in shape.chunks(events)]
+        if inflight.ended:
+            if inflight.error is not None and not started and not out:
+                raise inflight.error
+            out += _ending(request, shape, metrics)
+        elif not out and clock.now() - last_sent >= keepalive_s:
+            out = [KEEPALIVE]
+        if out:
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            last_sent = clock.now()
+            await send({"type": "http.response.body", "body": b"".join(out), "more_body": not inflight.ended})
+            if inflight.ended:
+                return
+            # More may have come while a slow reader made the write wait.
+            if inflight.has_events or inflight.ended:
+                continue
+        await request.wait(max(0.001, last_sent + keepalive_s - clock.now()))
+
+
+def _ending(request: OpenRequest, shape: Shape, metrics: EdgeMetrics) -> list[bytes]:
+    inflight = request.inflight
+    if inflight.error is not None:
+        metrics.streams_failed.inc()
+        return [failure(inflight.error)]
+    assert inflight.usage is not None
+    usage = [event(shape.usage_chunk(inflight.usage))] if request.parsed.include_usage else []
+    return [*usage, DONE]
+
+
+def failure(error: HeadraceError) -> bytes:
+    """Return the event that tells of a failure in mid-stream."""
+    return event(error.envelope())
