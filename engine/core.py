@@ -1,0 +1,645 @@
+"""The engine's core: sequences in, steps, items out. One thread owns it; nothing here waits or reads a clock."""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from engine.live import Candidate, HeldBlocks, Live, NeverFits, StepResult
+from engine.plan import BatchPlan, Row, Runner, Sampled
+from engine.scheduler import Decision, Hit, Scheduler
+from engine.sequence import Key, Phase, Sequence
+from kvstore.block import BLOCK_TOKENS, num_blocks_for
+from kvstore.pool import BlockPool
+from schemas.errors import BadRequest, Overloaded
+from schemas.messages import BlockRef
+
+__all__ = ["Candidate", "EngineCore", "HeldBlocks", "NeverFits", "StepResult"]
+
+MAX_CANDIDATES = 4096
+
+
+class EngineCore:
+    """Runs sequences over a runner and a pool.
+
+    Commands (`add`, `reserve`, `activate`, `abort`, …) take effect between steps. A sequence lives here from `add` or
+    `reserve` until it is reported as ended or failed, released, or aborted; its blocks go back in the same moment.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        *,
+        root: Callable[[str], bytes],
+        now: Callable[[], float],
+        wall: Callable[[], float],
+        max_waiting: int = 4096,
+        cache_outputs: bool = False,
+    ) -> None:
+        """Bind the runner to the pool.
+
+        Args:
+            runner: computes steps.
+            pool: the blocks; this core is their owner.
+            scheduler: decides steps.
+            root: tenant salt to the start of its hash chain.
+            now: monotonic seconds, for durations.
+            wall: Unix seconds, for deadlines.
+            max_waiting: `add` refuses beyond this.
+            cache_outputs: also keep blocks that decode wrote for later prompts. Off by default: a prompt that meets
+                them must get the same bits as if it had computed them itself, which not every runner can promise.
+        """
+        self.runner = runner
+        self.pool = pool
+        self.scheduler = scheduler
+        self.max_context = min(runner.max_context, pool.num_blocks * BLOCK_TOKENS)
+        self._root = root
+        self.now = now
+        self.wall = wall
+        self._max_waiting = max_waiting
+        self._cache_outputs = cache_outputs
+        self._live: dict[Key, Live] = {}
+        self._running: list[Live] = []  # oldest first
+        self._waiting: OrderedDict[Key, Live] = OrderedDict()  # oldest first
+        self._expected: dict[Key, tuple[list[int], int]] = {}  # blocks, and for how many sequences
+        self._loads: dict[Key, list[int]] = {}
+        self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
+        self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
+        self._order = 0
+        self._counts: dict[str, float] = dict.fromkeys(
+            "steps tokens items preempted failed crashes aborted prompt_tokens cached_tokens".split(), 0
+        )
+        runner.bind(pool.view(), pool.num_blocks)
+
+    # --- commands: sequences that are computed here ------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. With `handoff` it stops after its first ids and holds its blocks.
+
+        Raises:
+            NeverFits: if its ids and one more exceed the context window or the whole pool.
+            BadRequest: if it has no ids, an id outside the vocabulary, or a key that is in use.
+            Overloaded: if the queue is full.
+        """
+        self._check(seq)
+        if seq.key in self._expected:
+            raise BadRequest(f"sequence {seq.key.request_id}/{seq.key.choice} is expected from elsewhere")
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(f"{len(self._waiting)} sequences wait already", retry_after_s=1.0)
+        live = self._admit_live(seq)
+        live.restart()
+        if not seq.handoff and (reason := self._end_reason(live)) is not None:
+            self._end_early(live, reason)
+            return
+        self._waiting[seq.key] = live
+
+    def want_load(self, key: Key) -> list[bytes]:
+        """Return the hashes of a waiting sequence's blocks that follow those in the device tier."""
+        live = self._waiting.get(key)
+        return [] if live is None else live.cacheable[self.pool.peek(live.cacheable)[0] :]
+
+    def load_parents(self, key: Key) -> list[bytes]:
+        """Return the hash before each of `want_load(key)`."""
+        live = self._waiting.get(key)
+        if live is None:
+            return []
+        return [live.parent(i) for i in range(self.pool.peek(live.cacheable)[0], len(live.cacheable))]
+
+    def begin_load(self, key: Key, num_blocks: int) -> list[int] | None:
+        """Lend blocks to load into; until `load_prefix` or `abandon_load` the sequence does not start.
+
+        Returns:
+            None if the sequence has started or gone, or there is no room.
+        """
+        if key not in self._waiting or key in self._loads or num_blocks <= 0 or not self._has_room(num_blocks):
+            return None
+        self._loads[key] = self.pool.allocate(num_blocks)
+        return self._loads[key]
+
+    def load_prefix(self, key: Key, blocks: list[int], hashes: list[bytes]) -> int:
+        """Insert loaded, verified blocks and let the sequence start; returns how many of its tokens are now stored."""
+        if self._loads.get(key) != blocks:
+            return 0
+        del self._loads[key]
+        for block, digest in zip(blocks, hashes, strict=False):
+            self.pool.publish(block, digest)
+        self.pool.free(blocks)
+        live = self._waiting.get(key)
+        return 0 if live is None else self.pool.peek(live.cacheable)[0] * BLOCK_TOKENS
+
+    def abandon_load(self, key: Key, *, writer: str | None = None) -> None:
+        """Give loading up; the sequence computes its prompt. `writer` may still write until `absolve(writer)`."""
+        blocks = self._loads.pop(key, None)
+        if blocks is not None:
+            self._give_back(blocks, writer)
+
+    # --- commands: sequences that come from elsewhere ----------------------------------------------
+
+    def reserve(self, key: Key, num_tokens: int, num_choices: int = 1) -> list[int] | None:
+        """Lend blocks for KV that arrives by transfer.
+
+        Returns:
+            The blocks, or None if there is no room now: ask again later. The same key gets the same blocks.
+
+        Raises:
+            NeverFits: if that many tokens and one more can never fit.
+            BadRequest: if the key is in use by a sequence.
+        """
+        if key in self._expected:
+            return self._expected[key][0]
+        if num_tokens + 1 > self.max_context:
+            raise NeverFits(num_tokens, self.max_context)
+        if key in self._live:
+            raise BadRequest(f"sequence {key.request_id}/{key.choice} runs already")
+        taking_part = len(self._running) + sum(n for _, n in self._expected.values())
+        if taking_part and taking_part + num_choices > self.scheduler.max_running:
+            return None
+        needed = num_blocks_for(num_tokens)
+        if not self._has_room(needed):
+            return None
+        self._expected[key] = (self.pool.allocate(needed), num_choices)
+        return self._expected[key][0]
+
+    def activate(self, sequences: list[Sequence], blocks: list[int], num_computed: int) -> None:
+        """Turn reserved blocks, written and verified, into running sequences.
+
+        Several choices share the full blocks; each gets its own copy of a partial last one (or computes those few
+        tokens again if no block is free for it).
+
+        Args:
+            sequences: the choices of one prompt; the reservation is found by the first one's key.
+            blocks: as `reserve` returned them.
+            num_computed: tokens whose KV lies in them.
+
+        Raises:
+            BadRequest: if there is no such reservation, or a sequence does not belong to it; nothing has changed then.
+        """
+        first = sequences[0].key
+        if first not in self._expected or self._expected[first][0] != blocks:
+            raise BadRequest(f"no blocks are reserved for {first.request_id}/{first.choice}")
+        for seq in sequences:
+            self._check(seq)
+            if not 0 < num_computed < seq.num_tokens or num_blocks_for(num_computed) != len(blocks):
+                raise BadRequest(f"{num_computed} tokens in {len(blocks)} blocks are not a prefix of {seq.num_tokens}")
+        del self._expected[first]
+        num_full = num_computed // BLOCK_TOKENS
+        for position, seq in enumerate(sequences):
+            live = self._admit_live(seq)
+            if position == 0:
+                seq.blocks, seq.num_computed = list(blocks), num_computed
+            else:
+                self.pool.share(blocks[:num_full])
+                seq.blocks, seq.num_computed = blocks[:num_full], num_full * BLOCK_TOKENS
+                if num_full < len(blocks) and self.pool.can_allocate(1):
+                    seq.blocks += self.pool.allocate(1)
+                    self.pool.copy(blocks[-1], seq.blocks[-1])
+                    seq.num_computed = num_computed
+            seq.num_hashed = 0
+            seq.phase = Phase.RUNNING
+            self._publish(live)
+            if (reason := self._end_reason(live)) is not None:
+                self._end_early(live, reason)
+            else:
+                self._running.append(live)
+
+    # --- commands: endings -------------------------------------------------------------------------
+
+    def release(self, key: Key) -> bool:
+        """The hand-off of a held prompt is complete: its blocks become cached."""
+        live = self._live.get(key)
+        if live is None or live.seq.phase is not Phase.HELD:
+            return False
+        self._remove(live)
+        return True
+
+    def abort(self, key: Key, *, writer: str | None = None) -> bool:
+        """Drop a sequence or reservation in whatever phase; false if there is none.
+
+        Args:
+            key: which one.
+            writer: somebody who may still write into its blocks; they wait for `absolve(writer)`.
+        """
+        if key in self._expected:
+            blocks, _ = self._expected.pop(key)
+            self._give_back(blocks, writer)
+        elif key in self._live:
+            self._remove(self._live[key], writer=writer)
+        else:
+            return False
+        self._counts["aborted"] += 1
+        return True
+
+    def absolve(self, writer: str) -> int:
+        """The writer can write no more: free what waited for it."""
+        return self.pool.absolve(writer)
+
+    # --- commands: write-back ----------------------------------------------------------------------
+
+    def stored_candidates(self, limit: int = 256) -> list[Candidate]:
+        """Return prompt blocks computed here since the last call; they stay as they are until `written`."""
+        out: list[Candidate] = []
+        while self._candidates and len(out) < limit:
+            candidate = self._candidates.popleft()
+            if self.pool.block_of(candidate.hash) == candidate.block:
+                self.pool.share([candidate.block])
+                out.append(candidate)
+        return out
+
+    def written(self, blocks: list[int]) -> None:
+        """These candidates have been stored, or never will be."""
+        self.pool.free(blocks)
+
+    # --- the step ----------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """Compute one batch. A runner that raises fails the sequences of this batch and no others."""
+        started = self.now()
+        ended = self._expire()
+        decision = self._schedule()
+        sampled, crash = self._execute(decision)
+        verdicts = self._commit(decision, sampled, crash)
+        return self._emit(decision, verdicts, ended, crash, started)
+
+    def fail_running(self, message: str) -> StepResult:
+        """Fail every sequence that takes part in steps: the core's own step went wrong, so none can be trusted."""
+        self._counts["crashes"] += 1
+        over, self._over = self._over, []
+        failed = []
+        for live in [v for v in self._live.values() if v.seq.phase in (Phase.RUNNING, Phase.WAITING)]:
+            self._remove(live)
+            failed.append((live.seq.key, message))
+        return StepResult(ended=over, failed=failed, crash=message)
+
+    def _expire(self) -> list[tuple[Key, str]]:
+        wall, ended, self._over = self.wall(), self._over, []
+        late = [v for v in self._running if 0 < v.seq.deadline <= wall]
+        late += [v for v in self._waiting.values() if 0 < v.seq.deadline <= wall and v.seq.key not in self._loads]
+        for live in late:
+            self._remove(live)
+            ended.append((live.seq.key, "expired"))
+        return ended
+
+    def _schedule(self) -> Decision:
+        decision = self._plan()
+        if decision.preempt:
+            self._preempt(decision)
+            if not decision.grants:
+                # Shared blocks made the gain look smaller than it was: what is free now is the truth.
+                decision = self._plan()
+                self._preempt(decision)
+        self._allocate(decision)
+        return decision
+
+    def _plan(self) -> Decision:
+        return self.scheduler.plan(
+            self._ready(),
+            [live.seq for live in self._running],
+            self.pool.num_free,
+            self.now(),
+            lookup=self._lookup,
+            reclaim=self._reclaimable,
+        )
+
+    def _ready(self) -> Iterator[Sequence]:
+        """Yield waiting sequences that may start; one whose prompt is being computed waits to share the blocks."""
+        computing = {v.hashes[v.prompt_hashes - 1] for v in self._running if v.prefilling and v.prompt_hashes}
+        for key, live in self._waiting.items():
+            if key in self._loads:
+                continue
+            if live.prompt_hashes:
+                last = live.hashes[live.prompt_hashes - 1]
+                if last in computing:
+                    continue
+                if self.pool.block_of(last) is None:
+                    computing.add(last)
+            yield live.seq
+
+    def _lookup(self, seq: Sequence) -> Hit:
+        length, idle = self.pool.peek(self._live[seq.key].cacheable)
+        return Hit(length * BLOCK_TOKENS, idle)
+
+    def _reclaimable(self, seq: Sequence) -> int:
+        return self.pool.num_reclaimable(seq.blocks)
+
+    def _preempt(self, decision: Decision) -> None:
+        for key in decision.preempt:
+            live = self._live[key]
+            self._running.remove(live)
+            self.pool.free(live.seq.blocks)
+            live.restart()
+            live.seq.num_preempted += 1
+            self._waiting[key] = live
+        if decision.preempt:
+            self._counts["preempted"] += len(decision.preempt)
+            self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda entry: entry[1].order))
+
+    def _allocate(self, decision: Decision) -> None:
+        # Hits are pinned before anything is allocated, or an allocation could evict them.
+        for key, hit in decision.admit:
+            live = self._waiting.pop(key)
+            seq = live.seq
+            seq.blocks = self.pool.match(live.cacheable)
+            assert len(seq.blocks) * BLOCK_TOKENS == hit.num_tokens, "the device tier changed during planning"
+            seq.num_computed = hit.num_tokens
+            seq.num_hashed = len(seq.blocks)
+            if seq.num_preempted == 0:
+                seq.num_cached = hit.num_tokens
+                self._counts["prompt_tokens"] += len(seq.prompt_ids)
+                self._counts["cached_tokens"] += hit.num_tokens
+            seq.phase = Phase.RUNNING
+            bisect.insort(self._running, live, key=lambda v: v.order)
+        for seq, _, num_blocks in decision.grants:
+            if num_blocks:
+                seq.blocks += self.pool.allocate(num_blocks)
+
+    def _execute(self, decision: Decision) -> tuple[list[Sampled], str | None]:
+        if not decision.grants:
+            return [], None
+        plan = BatchPlan(int(self._counts["steps"]), [self._row(seq, count) for seq, count, _ in decision.grants])
+        self._counts["steps"] += 1
+        try:
+            return self.runner.execute(plan), None
+        except Exception as exc:  # whatever a runner raises is the end of this batch only
+            self._counts["crashes"] += 1
+            return [], f"{type(exc).__name__}: {exc}"
+
+    def _row(self, seq: Sequence, count: int) -> Row:
+        context, start = self._live[seq.key].context, seq.num_computed
+        end = start + count
+        first = seq.key.choice
+        return Row(
+            key=seq.key,
+            ids=context[start:end],
+            start=start,
+            prompt_len=len(seq.prompt_ids),
+            blocks=seq.blocks,
+            sample=end == len(context),
+            index=len(seq.outputs),
+            choices=tuple(range(first, first + seq.num_first)) if seq.handoff else (first,),
+            sampling=seq.sampling,
+            context=context,
+        )
+
+    def _commit(
+        self, decision: Decision, sampled: list[Sampled], crash: str | None
+    ) -> tuple[list[Sampled], list[Live], list[tuple[Live, str]], list[tuple[Live, str]]]:
+        """Account for what was computed: items, prompts to hold, endings, failures."""
+        by_key: dict[Key, list[Sampled]] = {}
+        for one in sampled:
+            by_key.setdefault(one.key, []).append(one)
+        items: list[Sampled] = []
+        held: list[Live] = []
+        ended: list[tuple[Live, str]] = []
+        failed: list[tuple[Live, str]] = []
+        for seq, count, _ in decision.grants:
+            live = self._live[seq.key]
+            got = by_key.get(seq.key, [])
+            wanted = 0 if seq.num_computed + count < len(live.context) else (seq.num_first if seq.handoff else 1)
+            error = crash or next((one.error for one in got if one.error is not None), None)
+            if error is None and len(got) != wanted:
+                error = f"the runner chose {len(got)} ids where {wanted} were wanted"
+            if error is not None:
+                failed.append((live, error))
+                continue
+            was_prefilling = live.prefilling
+            seq.num_computed += count
+            self._publish(live)
+            if was_prefilling and not live.prefilling:
+                self._offer(live)
+            if not wanted:
+                continue
+            items += got
+            if seq.handoff:
+                held.append(live)
+                continue
+            seq.outputs.append(got[0].id)
+            live.context.append(got[0].id)
+            reason = self._end_reason(live)
+            if reason is not None:
+                ended.append((live, reason))
+        return items, held, ended, failed
+
+    def _emit(
+        self,
+        decision: Decision,
+        verdicts: tuple[list[Sampled], list[Live], list[tuple[Live, str]], list[tuple[Live, str]]],
+        over: list[tuple[Key, str]],
+        crash: str | None,
+        started: float,
+    ) -> StepResult:
+        """Settle the phases and report."""
+        items, held, ended, failed = verdicts
+        cached: dict[Key, int] = {}
+        for key in {one.key for one in items if one.index == 0} if items else ():
+            cached[key] = self._live[key].seq.num_cached
+        holding = {live.seq.key: self._hold(live) for live in held}
+        firsts: dict[Key, list[Sampled]] = {key: [] for key in holding}
+        if holding:
+            for one in items:
+                if one.key in firsts:
+                    firsts[one.key].append(one)
+            items = [one for one in items if one.key not in firsts]
+        for live, _ in ended:
+            self._remove(live)
+        for live, _ in failed:
+            self.pool.unpublish(live.seq.blocks)
+            self._remove(live)
+        num_tokens = sum(count for _, count, _ in decision.grants)
+        self._counts["tokens"] += num_tokens
+        self._counts["items"] += len(items)
+        self._counts["failed"] += len(failed)
+        return StepResult(
+            items=items,
+            held=list(firsts.items()),
+            held_blocks=holding,
+            ended=over + [(live.seq.key, reason) for live, reason in ended],
+            failed=[(live.seq.key, message) for live, message in failed],
+            cached=cached,
+            num_tokens=num_tokens,
+            num_rows=len(decision.grants),
+            duration_s=self.now() - started,
+            preempted=len(decision.preempt),
+            crash=crash,
+        )
+
+    # --- parts -------------------------------------------------------------------------------------
+
+    def _check(self, seq: Sequence) -> None:
+        if not seq.prompt_ids:
+            raise BadRequest("a prompt has at least one token", param="prompt")
+        if seq.key in self._live:
+            raise BadRequest(f"sequence {seq.key.request_id}/{seq.key.choice} runs already")
+        if seq.num_tokens + 1 > self.max_context and (seq.handoff or not seq.outputs):
+            raise NeverFits(seq.num_tokens, self.max_context)
+        size = self.runner.vocab_size
+        if min(seq.prompt_ids) < 0 or max(seq.prompt_ids) >= size or any(not 0 <= i < size for i in seq.outputs):
+            raise BadRequest(f"a token id is outside the vocabulary of {size}", param="prompt")
+
+    def _admit_live(self, seq: Sequence) -> Live:
+        live = Live(seq, self._root(seq.salt), self._order)
+        self._order += 1
+        self._live[seq.key] = live
+        return live
+
+    def _end_reason(self, live: Live) -> str | None:
+        seq = live.seq
+        if not seq.outputs:
+            return None
+        if seq.outputs[-1] in self.runner.eos_ids and not seq.sampling.ignore_eos:
+            return "stop"
+        if len(seq.outputs) >= seq.sampling.max_tokens or len(live.context) >= self.max_context:
+            return "length"
+        return None
+
+    def _end_early(self, live: Live, reason: str) -> None:
+        """End a sequence that came with all its ids."""
+        self._remove(live)
+        self._over.append((live.seq.key, reason))
+
+    def _publish(self, live: Live) -> None:
+        """Make full, computed blocks known by their hash."""
+        seq = live.seq
+        full = seq.num_computed // BLOCK_TOKENS
+        if not self._cache_outputs and full > live.prompt_hashes:
+            full = live.prompt_hashes
+        if full <= seq.num_hashed:
+            return
+        live.extend_hashes(full)
+        for index in range(seq.num_hashed, full):
+            self.pool.publish(seq.blocks[index], live.hashes[index])
+        seq.num_hashed = full
+
+    def _offer(self, live: Live) -> None:
+        """A prompt is complete: its blocks are worth storing, unless they came from a tier."""
+        seq = live.seq
+        for index in range(seq.num_cached // BLOCK_TOKENS, live.prompt_hashes):
+            digest = live.hashes[index]
+            self._candidates.append(Candidate(digest, live.parent(index), seq.blocks[index]))
+
+    def _hold(self, live: Live) -> HeldBlocks:
+        live.seq.phase = Phase.HELD
+        self._running.remove(live)
+        return HeldBlocks(self.pool.refs(live.seq.blocks), live.seq.num_computed, live.seq.num_cached)
+
+    def _remove(self, live: Live, *, writer: str | None = None) -> None:
+        seq = live.seq
+        del self._live[seq.key]
+        if seq.phase is Phase.RUNNING and live in self._running:
+            self._running.remove(live)
+        self._waiting.pop(seq.key, None)
+        self.abandon_load(seq.key, writer=writer)
+        if seq.phase is Phase.HELD:
+            self._give_back(seq.blocks, writer)
+        else:
+            self.pool.free(seq.blocks)
+        seq.phase = Phase.FINISHED
+        seq.blocks = []
+
+    def _give_back(self, blocks: list[int], writer: str | None) -> None:
+        if writer is None:
+            self.pool.free(blocks)
+            return
+        # Blocks that others use as well were only read by the transfer; it cannot harm them.
+        own = [b for b in blocks if self.pool.num_reclaimable([b])]
+        self.pool.quarantine(own, writer)
+        self.pool.free([b for b in blocks if b not in set(own)])
+
+    def _has_room(self, needed: int) -> bool:
+        """Whether blocks that cannot be preempted may take `needed` more: the oldest sequence must still finish."""
+        if not self.pool.can_allocate(needed + len(self._running)):
+            return not self._running and not self._waiting and self.pool.can_allocate(needed)
+        oldest = self._running[0] if self._running else next(iter(self._waiting.values()), None)
+        if oldest is None:
+            return True
+        seq = oldest.seq
+        tokens = min(len(seq.prompt_ids) + seq.sampling.max_tokens, self.max_context)
+        reserve = min(num_blocks_for(tokens), self.pool.num_blocks // 2)
+        return self._num_pinned() + needed + reserve <= self.pool.num_blocks
+
+    def _num_pinned(self) -> int:
+        """Blocks in use that preemption cannot free (an upper bound: shared ones count once each)."""
+        pinned = sum(len(blocks) for blocks, _ in self._expected.values())
+        pinned += sum(len(blocks) for blocks in self._loads.values())
+        pinned += sum(len(v.seq.blocks) for v in self._live.values() if v.seq.phase is Phase.HELD)
+        return pinned + self.pool.num_quarantined
+
+    # --- questions ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything."""
+        return bool(self._running or self._over or len(self._waiting) > len(self._loads))
+
+    @property
+    def next_deadline(self) -> float:
+        """Earliest deadline of a sequence that a step would drop; infinite if there is none."""
+        live = [*self._running, *self._waiting.values()]
+        return min((v.seq.deadline for v in live if v.seq.deadline > 0), default=float("inf"))
+
+    def get(self, key: Key) -> Sequence | None:
+        """Return a sequence that lives here; to be read only."""
+        live = self._live.get(key)
+        return None if live is None else live.seq
+
+    def refs(self, key: Key) -> list[BlockRef]:
+        """Return the blocks of a sequence or reservation for use by another process."""
+        if key in self._expected:
+            return self.pool.refs(self._expected[key][0])
+        live = self._live.get(key)
+        return [] if live is None else self.pool.refs(live.seq.blocks)
+
+    def load(self) -> dict[str, Any]:
+        """Return the snapshot that rides in heartbeats."""
+        waiting = list(self._waiting.values())
+        phases = [v.seq.phase for v in self._live.values()]
+        queued = sum(v.seq.num_tokens for v in waiting)
+        queued += sum(v.seq.num_uncomputed for v in self._running if v.prefilling)
+        return {
+            "running": len(self._running),
+            "waiting": len(waiting),
+            "held": phases.count(Phase.HELD),
+            "expected": len(self._expected),
+            "free_blocks": self.pool.num_free,
+            "total_blocks": self.pool.num_blocks,
+            "blocks_in_use": self.pool.in_use,
+            "blocks_quarantined": self.pool.num_quarantined,
+            "blocks_cached": self.pool.num_cached,
+            "queued_tokens": queued,
+            "steps": int(self._counts["steps"]),
+            "prompt_tokens": int(self._counts["prompt_tokens"]),
+            "cached_tokens": int(self._counts["cached_tokens"]),
+            "preempted": int(self._counts["preempted"]),
+            "max_context": self.max_context,
+            "max_running": self.scheduler.max_running,
+        }
+
+    def statistics(self) -> dict[str, float]:
+        """Return gauges and counters by name."""
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "expected": len(self._expected),
+            "loading": len(self._loads),
+            **{f"{name}_total": count for name, count in self._counts.items()},
+            **self.pool.statistics(),
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that every block in use has an owner here (or a write-back), and that phases and lists agree."""
+        self.pool.check_integrity()
+        assert [v.order for v in self._running] == sorted(v.order for v in self._running)
+        assert [v.order for v in self._waiting.values()] == sorted(v.order for v in self._waiting.values())
+        for live in self._live.values():
+            seq = live.seq
+            assert (live in self._running) == (seq.phase is Phase.RUNNING), seq
+            assert (seq.key in self._waiting) == (seq.phase is Phase.WAITING), seq
+            assert seq.num_computed <= len(seq.blocks) * BLOCK_TOKENS, seq
+            assert live.context == seq.tokens, seq
+        owned = {b for v in self._live.values() for b in v.seq.blocks}
+        owned |= {b for blocks, _ in self._expected.values() for b in blocks}
+        owned |= {b for blocks in self._loads.values() for b in blocks}
+        assert len(owned) <= self.pool.in_use + self.pool.num_quarantined, "more blocks are owned than in use"

@@ -1,0 +1,121 @@
+"""A sequence inside the core, with what the core alone knows of it; and what a step reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.plan import Sampled
+from engine.sequence import Key, Phase, Sequence
+from kvstore.block import BLOCK_TOKENS, chain_hashes
+from schemas.errors import ContextTooLong
+from schemas.messages import BlockRef
+
+
+class NeverFits(ContextTooLong):
+    """Raised when a sequence can never run here: context window or pool are too small for it. Travels as its parent."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"{num_tokens} tokens and one to answer exceed the {limit} tokens that this engine can hold", param="prompt"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+    def info(self) -> dict[str, object]:
+        """Return the travelling form under a name that every node knows."""
+        return {**super().info(), "kind": ContextTooLong.__name__}
+
+
+class Live:
+    """A sequence, its ids in one growing list, and its hash chain."""
+
+    __slots__ = ("context", "hashes", "order", "prompt_hashes", "reported", "root", "seq")
+
+    def __init__(self, seq: Sequence, root: bytes, order: int) -> None:
+        self.seq = seq
+        self.root = root
+        self.order = order
+        self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
+        self.hashes = chain_hashes(self.context, root=root)  # of full blocks, as far as they were needed
+        self.prompt_hashes = len(seq.prompt_ids) // BLOCK_TOKENS
+        self.reported = False  # whether `num_cached` has been told
+
+    @property
+    def cacheable(self) -> list[bytes]:
+        """Hashes that may be looked up: at least one token is always computed, or there are no logits."""
+        return self.hashes[: (len(self.context) - 1) // BLOCK_TOKENS]
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is still to be computed."""
+        return self.seq.num_computed < len(self.seq.prompt_ids)
+
+    def parent(self, index: int) -> bytes:
+        """Return the hash before block `index`."""
+        return self.hashes[index - 1] if index else self.root
+
+    def extend_hashes(self, num_blocks: int) -> None:
+        """Hash further blocks so that `num_blocks` are known."""
+        have = len(self.hashes)
+        if num_blocks > have:
+            ids = self.context[have * BLOCK_TOKENS : num_blocks * BLOCK_TOKENS]
+            self.hashes += chain_hashes(ids, root=self.root, start=self.parent(have))
+
+    def restart(self) -> None:
+        """Back to the queue: everything is computed again."""
+        self.seq.phase = Phase.WAITING
+        self.seq.blocks = []
+        self.seq.num_computed = self.seq.num_hashed = 0
+
+
+class Candidate(NamedTuple):
+    """A full prompt block that was computed here and may be stored."""
+
+    hash: bytes
+    parent: bytes
+    block: int
+
+
+class HeldBlocks(NamedTuple):
+    """What a prompt that waits for its hand-off holds."""
+
+    refs: list[BlockRef]
+    num_tokens: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        items: ids for running sequences, in the order of the batch.
+        held: prompts whose blocks now wait for their hand-off, with the first id of each choice.
+        held_blocks: the blocks of those.
+        ended: sequences of which no more is computed: `length`, `stop` or `expired`; they are gone from the engine.
+        failed: sequences that went wrong, with a message; they are gone as well.
+        cached: tokens found in a tier, for sequences that are reported for the first time.
+        num_tokens: tokens computed.
+        num_rows: sequences that took part.
+        duration_s: time spent.
+        preempted: sequences that went back to the queue.
+        crash: why the whole step failed, if it did.
+    """
+
+    items: list[Sampled] = field(default_factory=list)
+    held: list[tuple[Key, list[Sampled]]] = field(default_factory=list)
+    held_blocks: dict[Key, HeldBlocks] = field(default_factory=dict)
+    ended: list[tuple[Key, str]] = field(default_factory=list)
+    failed: list[tuple[Key, str]] = field(default_factory=list)
+    cached: dict[Key, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_rows: int = 0
+    duration_s: float = 0.0
+    preempted: int = 0
+    crash: str | None = None
+
+    @property
+    def eventful(self) -> bool:
+        """Whether anybody needs to hear of it."""
+        return bool(self.items or self.held or self.ended or self.failed)

@@ -1,0 +1,61 @@
+"""What can go wrong with blocks. None of it reaches a client: callers recompute, wait or refuse.
+
+KvError
+├── PoolFull           no block can be had now
+├── PoolGone           another process's pool is not there (any more), or is not the one that the handle names
+├── LayoutMismatch     two pools whose blocks cannot be copied into one another
+├── TransferAborted    a copy was told to stop
+└── TransferCorrupt    a copy does not equal its source
+"""
+
+from __future__ import annotations
+
+
+class KvError(Exception):
+    """Root of the errors about blocks."""
+
+
+class PoolFull(KvError):
+    """Raised when more blocks are wanted than can be had."""
+
+    def __init__(self, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} blocks wanted, {available} available")
+        self.wanted = wanted
+        self.available = available
+
+
+class PoolGone(KvError):
+    """Raised when the pool behind a handle is not there, or is another one."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"pool {path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class LayoutMismatch(KvError):
+    """Raised when two pools differ in layout or block size."""
+
+    def __init__(self, source: str, dest: str) -> None:
+        super().__init__(f"blocks of {source} do not fit a pool of {dest}")
+        self.source = source
+        self.dest = dest
+
+
+class TransferAborted(KvError):
+    """Raised when a copy stopped because it was told to."""
+
+    def __init__(self, done: int, total: int) -> None:
+        super().__init__(f"stopped after {done} of {total} blocks")
+        self.done = done
+        self.total = total
+
+
+class TransferCorrupt(KvError):
+    """Raised when a copied block does not equal its source."""
+
+    def __init__(self, index: int, expected: int, found: int) -> None:
+        super().__init__(f"block {index}: checksum {found:016x}, expected {expected:016x}")
+        self.index = index
+        self.expected = expected
+        self.found = found
