@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
+
+_log = logging.getLogger("headrace.clock")
 
 
 class Clock(Protocol):
@@ -31,3 +36,114 @@ class Clock(Protocol):
     def random_hex(self, nbytes: int) -> str:
         """Random bytes as hexadecimal text; epochs are `random_hex(8)`."""
         ...
+
+
+class Tasks:
+    """Strong references to running tasks; the exception of each is logged, counted and kept for tests to see."""
+
+    def __init__(self, *, keep_errors: int = 16) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._keep = keep_errors
+        self.failed = 0
+        self.errors: list[BaseException] = []
+        self.on_error: Callable[[str, BaseException], None] | None = None
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Start `coro` as a task on the running loop."""
+        task = asyncio.get_running_loop().create_task(coro, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        self.failed += 1
+        if len(self.errors) < self._keep:
+            self.errors.append(error)
+        _log.error("task %s failed: %r", task.get_name(), error, exc_info=error)
+        if self.on_error is not None:
+            self.on_error(task.get_name(), error)
+
+    async def cancel_all(self) -> None:
+        """Cancel every task but the caller's and wait until they have ended."""
+        current = asyncio.current_task()
+        tasks = [t for t in self._running if t is not current]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5.0)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+class SystemClock:
+    """The real clock of this machine."""
+
+    def __init__(self) -> None:
+        self.tasks = Tasks()
+        self._random = random.SystemRandom()
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Unix seconds."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Suspend the calling task."""
+        await asyncio.sleep(seconds)
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Start a task that is referenced until it ends; its exception is logged and counted."""
+        return self.tasks.spawn(coro, name=name)
+
+    def random(self) -> float:
+        """Uniform in [0, 1)."""
+        return self._random.random()
+
+    def random_hex(self, nbytes: int) -> str:
+        """Random bytes as hexadecimal text."""
+        return self._random.randbytes(nbytes).hex()
+
+
+class SeededClock:
+    """Base of clocks for simulations: randomness is a function of the seed, time is the running loop's."""
+
+    def __init__(self, seed: int = 0, *, wall_at_zero: float = 1_700_000_000.0) -> None:
+        self.tasks = Tasks()
+        self._random = random.Random(seed)
+        self._wall_at_zero = wall_at_zero
+
+    def now(self) -> float:
+        """Seconds on the running loop's clock."""
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> float:
+        """Unix seconds; `wall_at_zero` at loop time 0."""
+        return self._wall_at_zero + self.now()
+
+    async def sleep(self, seconds: float) -> None:
+        """Suspend the calling task."""
+        await asyncio.sleep(seconds)
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Start a task that is referenced until it ends; its exception is logged and counted."""
+        return self.tasks.spawn(coro, name=name)
+
+    def random(self) -> float:
+        """Uniform in [0, 1), from the seed."""
+        return self._random.random()
+
+    def random_hex(self, nbytes: int) -> str:
+        """Bytes from the seed as hexadecimal text."""
+        return self._random.randbytes(nbytes).hex()
+
+

@@ -5,6 +5,7 @@
 | `requests.<api>` | anyone's requests; queue group `admission` |
 | `actor.<kind>` | anycast to stateless actors; queue group `<kind>` |
 | `actor.<kind>.<id>.<epoch>` | the mailbox of one incarnation of one actor |
+| `actor.<kind>.<id>.<epoch>.hot` | the same mailbox, for items, acks and frames: read on the stream connection |
 | `control.<topic>` | broadcasts: `exit`, `drain`, `metrics` |
 | `heartbeat.<kind>.<id>` | liveness and load, 250 ms |
 | `ack.<kind>.<id>.<epoch>.<request>` | acknowledgements of native clients |
@@ -59,6 +60,11 @@ def token(text: str) -> str:
     if not _TOKEN.match(text):
         raise ValueError(f"{text!r} is not a subject token")
     return text
+
+
+def hot(ref: Ref) -> str:
+    """Return the subject of a mailbox that is read on the stream connection."""
+    return f"{ref.subject}.hot"
 
 
 def encode_name(name: str) -> str:
