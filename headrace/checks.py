@@ -63,7 +63,7 @@ def check_port(host: str, port: int, what: str) -> None:
     except OSError as exc:
         raise StartError(f"{what} cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
     if not free:
-        raise StartError(f"{what}: port {port} on {host} is in use; free it, or choose another by --http or --port-base")
+        raise StartError(f"{what}: port {port} on {host} is in use; free it, or use --http or --port-base")
 
 
 def examine(settings: Settings) -> list[Check]:
@@ -79,10 +79,7 @@ def examine(settings: Settings) -> list[Check]:
 
 
 def _python(_: Settings) -> Check:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Check("python", "fail", version, "install Python 3.11 or newer")
-    return Check("python", "ok", f"{version} at {sys.executable}")
+    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def _torch(settings: Settings) -> Check:
@@ -118,7 +115,7 @@ def _memory(settings: Settings) -> Check:
     engines = settings.prefill + settings.decode + settings.both
     detail = f"{available / 2**30:.1f} GiB available for {engines} engines"
     if available < engines * 2**30:
-        return Check("memory", "warn", detail, "start fewer engines, for example: headrace up --both 1 --prefill 0 --decode 0")
+        return Check("memory", "warn", detail, "start fewer engines: headrace up --both 1 --prefill 0 --decode 0")
     return Check("memory", "ok", detail)
 
 

@@ -19,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
+KINDS_HELP = "edge, admission, tokenize, detokenize, prefill, decode, both, transfer, kv."
+
 ConfigFile = Annotated[str | None, typer.Option("--config", help="Settings file (default: headrace.toml here).")]
 Instance = Annotated[str | None, typer.Option(help="Name of the instance.")]
 PortBase = Annotated[int | None, typer.Option(help="First of this instance's ports; moves all of them.")]
@@ -100,7 +102,7 @@ def up(
 
 @app.command()
 def actor(
-    kinds: Annotated[list[str], typer.Argument(help="edge admission tokenize detokenize prefill decode both transfer kv")],
+    kinds: Annotated[list[str], typer.Argument(help=KINDS_HELP)],
     bus: BusUrl = None,
     node: Annotated[str | None, typer.Option(help="Name of this node (default: made up).")] = None,
     actor_id: Annotated[str | None, typer.Option("--id", help="Id of its actors (default: the node's name).")] = None,

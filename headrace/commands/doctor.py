@@ -21,7 +21,8 @@ def diagnose(settings: Settings) -> list[Check]:
     found = examine(settings)
     state_check = _instance(settings)
     if state_check.verdict == "ok":  # its own port is in use, as it should be
-        found = [Check("http port", "ok", "held by the running instance") if c.name == "http port" else c for c in found]
+        held = Check("http port", "ok", "held by the running instance")
+        found = [held if check.name == "http port" else check for check in found]
     return [*found, state_check]
 
 
