@@ -7,8 +7,18 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engine.live import Candidate, HeldBlocks, Live, NeverFits, StepResult
-from engine.plan import BatchPlan, Row, Runner, Sampled
+from engine.lending import Lending
+from engine.live import (
+    Candidate,
+    HeldBlocks,
+    Live,
+    NeverFits,
+    StepResult,
+    check_sequence,
+    end_reason,
+    make_row,
+)
+from engine.plan import BatchPlan, Runner, Sampled
 from engine.scheduler import Decision, Hit, Scheduler
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
@@ -65,8 +75,7 @@ class EngineCore:
         self._live: dict[Key, Live] = {}
         self._running: list[Live] = []  # oldest first
         self._waiting: OrderedDict[Key, Live] = OrderedDict()  # oldest first
-        self._expected: dict[Key, tuple[list[int], int]] = {}  # blocks, and for how many sequences
-        self._loads: dict[Key, list[int]] = {}
+        self._lent = Lending(pool)
         self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
         self._order = 0
@@ -86,13 +95,13 @@ class EngineCore:
             Overloaded: if the queue is full.
         """
         self._check(seq)
-        if seq.key in self._expected:
+        if seq.key in self._lent.expected:
             raise BadRequest(f"sequence {seq.key.request_id}/{seq.key.choice} is expected from elsewhere")
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(f"{len(self._waiting)} sequences wait already", retry_after_s=1.0)
         live = self._admit_live(seq)
         live.restart()
-        if not seq.handoff and (reason := self._end_reason(live)) is not None:
+        if (reason := self._end_reason(live)) is not None:
             self._end_early(live, reason)
             return
         self._waiting[seq.key] = live
@@ -115,27 +124,20 @@ class EngineCore:
         Returns:
             None if the sequence has started or gone, or there is no room.
         """
-        if key not in self._waiting or key in self._loads or num_blocks <= 0 or not self._has_room(num_blocks):
+        if key not in self._waiting or key in self._lent.loads or num_blocks <= 0 or not self._has_room(num_blocks):
             return None
-        self._loads[key] = self.pool.allocate(num_blocks)
-        return self._loads[key]
+        return self._lent.begin_load(key, num_blocks)
 
     def load_prefix(self, key: Key, blocks: list[int], hashes: list[bytes]) -> int:
         """Insert loaded, verified blocks and let the sequence start; returns how many of its tokens are now stored."""
-        if self._loads.get(key) != blocks:
+        if not self._lent.end_load(key, blocks, hashes):
             return 0
-        del self._loads[key]
-        for block, digest in zip(blocks, hashes, strict=False):
-            self.pool.publish(block, digest)
-        self.pool.free(blocks)
         live = self._waiting.get(key)
         return 0 if live is None else self.pool.peek(live.cacheable)[0] * BLOCK_TOKENS
 
     def abandon_load(self, key: Key, *, writer: str | None = None) -> None:
         """Give loading up; the sequence computes its prompt. `writer` may still write until `absolve(writer)`."""
-        blocks = self._loads.pop(key, None)
-        if blocks is not None:
-            self._give_back(blocks, writer)
+        self._lent.cancel_load(key, writer)
 
     # --- commands: sequences that come from elsewhere ----------------------------------------------
 
@@ -149,20 +151,19 @@ class EngineCore:
             NeverFits: if that many tokens and one more can never fit.
             BadRequest: if the key is in use by a sequence.
         """
-        if key in self._expected:
-            return self._expected[key][0]
+        if key in self._lent.expected:
+            return self._lent.expected[key].blocks
         if num_tokens + 1 > self.max_context:
             raise NeverFits(num_tokens, self.max_context)
         if key in self._live:
             raise BadRequest(f"sequence {key.request_id}/{key.choice} runs already")
-        taking_part = len(self._running) + sum(n for _, n in self._expected.values())
+        taking_part = len(self._running) + self._lent.num_choices
         if taking_part and taking_part + num_choices > self.scheduler.max_running:
             return None
         needed = num_blocks_for(num_tokens)
         if not self._has_room(needed):
             return None
-        self._expected[key] = (self.pool.allocate(needed), num_choices)
-        return self._expected[key][0]
+        return self._lent.expect(key, needed, num_choices)
 
     def activate(self, sequences: list[Sequence], blocks: list[int], num_computed: int) -> None:
         """Turn reserved blocks, written and verified, into running sequences.
@@ -179,13 +180,14 @@ class EngineCore:
             BadRequest: if there is no such reservation, or a sequence does not belong to it; nothing has changed then.
         """
         first = sequences[0].key
-        if first not in self._expected or self._expected[first][0] != blocks:
+        reservation = self._lent.expected.get(first)
+        if reservation is None or reservation.blocks != blocks:
             raise BadRequest(f"no blocks are reserved for {first.request_id}/{first.choice}")
         for seq in sequences:
             self._check(seq)
             if not 0 < num_computed < seq.num_tokens or num_blocks_for(num_computed) != len(blocks):
                 raise BadRequest(f"{num_computed} tokens in {len(blocks)} blocks are not a prefix of {seq.num_tokens}")
-        del self._expected[first]
+        del self._lent.expected[first]
         num_full = num_computed // BLOCK_TOKENS
         for position, seq in enumerate(sequences):
             live = self._admit_live(seq)
@@ -223,12 +225,9 @@ class EngineCore:
             key: which one.
             writer: somebody who may still write into its blocks; they wait for `absolve(writer)`.
         """
-        if key in self._expected:
-            blocks, _ = self._expected.pop(key)
-            self._give_back(blocks, writer)
-        elif key in self._live:
+        if key in self._live:
             self._remove(self._live[key], writer=writer)
-        else:
+        elif not self._lent.cancel(key, writer):
             return False
         self._counts["aborted"] += 1
         return True
@@ -277,7 +276,7 @@ class EngineCore:
     def _expire(self) -> list[tuple[Key, str]]:
         wall, ended, self._over = self.wall(), self._over, []
         late = [v for v in self._running if 0 < v.seq.deadline <= wall]
-        late += [v for v in self._waiting.values() if 0 < v.seq.deadline <= wall and v.seq.key not in self._loads]
+        late += [v for v in self._waiting.values() if 0 < v.seq.deadline <= wall and v.seq.key not in self._lent.loads]
         for live in late:
             self._remove(live)
             ended.append((live.seq.key, "expired"))
@@ -308,7 +307,7 @@ class EngineCore:
         """Yield waiting sequences that may start; one whose prompt is being computed waits to share the blocks."""
         computing = {v.hashes[v.prompt_hashes - 1] for v in self._running if v.prefilling and v.prompt_hashes}
         for key, live in self._waiting.items():
-            if key in self._loads:
+            if key in self._lent.loads:
                 continue
             if live.prompt_hashes:
                 last = live.hashes[live.prompt_hashes - 1]
@@ -359,30 +358,13 @@ class EngineCore:
     def _execute(self, decision: Decision) -> tuple[list[Sampled], str | None]:
         if not decision.grants:
             return [], None
-        plan = BatchPlan(int(self._counts["steps"]), [self._row(seq, count) for seq, count, _ in decision.grants])
+        plan = BatchPlan(int(self._counts["steps"]), [make_row(self._live[seq.key], count) for seq, count, _ in decision.grants])
         self._counts["steps"] += 1
         try:
             return self.runner.execute(plan), None
         except Exception as exc:  # whatever a runner raises is the end of this batch only
             self._counts["crashes"] += 1
             return [], f"{type(exc).__name__}: {exc}"
-
-    def _row(self, seq: Sequence, count: int) -> Row:
-        context, start = self._live[seq.key].context, seq.num_computed
-        end = start + count
-        first = seq.key.choice
-        return Row(
-            key=seq.key,
-            ids=context[start:end],
-            start=start,
-            prompt_len=len(seq.prompt_ids),
-            blocks=seq.blocks,
-            sample=end == len(context),
-            index=len(seq.outputs),
-            choices=tuple(range(first, first + seq.num_first)) if seq.handoff else (first,),
-            sampling=seq.sampling,
-            context=context,
-        )
 
     def _commit(
         self, decision: Decision, sampled: list[Sampled], crash: str | None
@@ -469,15 +451,9 @@ class EngineCore:
     # --- parts -------------------------------------------------------------------------------------
 
     def _check(self, seq: Sequence) -> None:
-        if not seq.prompt_ids:
-            raise BadRequest("a prompt has at least one token", param="prompt")
         if seq.key in self._live:
             raise BadRequest(f"sequence {seq.key.request_id}/{seq.key.choice} runs already")
-        if seq.num_tokens + 1 > self.max_context and (seq.handoff or not seq.outputs):
-            raise NeverFits(seq.num_tokens, self.max_context)
-        size = self.runner.vocab_size
-        if min(seq.prompt_ids) < 0 or max(seq.prompt_ids) >= size or any(not 0 <= i < size for i in seq.outputs):
-            raise BadRequest(f"a token id is outside the vocabulary of {size}", param="prompt")
+        check_sequence(seq, self.runner.vocab_size, self.max_context)
 
     def _admit_live(self, seq: Sequence) -> Live:
         live = Live(seq, self._root(seq.salt), self._order)
@@ -486,14 +462,7 @@ class EngineCore:
         return live
 
     def _end_reason(self, live: Live) -> str | None:
-        seq = live.seq
-        if not seq.outputs:
-            return None
-        if seq.outputs[-1] in self.runner.eos_ids and not seq.sampling.ignore_eos:
-            return "stop"
-        if len(seq.outputs) >= seq.sampling.max_tokens or len(live.context) >= self.max_context:
-            return "length"
-        return None
+        return end_reason(live.seq, self.runner.eos_ids, self.max_context)
 
     def _end_early(self, live: Live, reason: str) -> None:
         """End a sequence that came with all its ids."""
@@ -533,20 +502,11 @@ class EngineCore:
         self._waiting.pop(seq.key, None)
         self.abandon_load(seq.key, writer=writer)
         if seq.phase is Phase.HELD:
-            self._give_back(seq.blocks, writer)
+            self._lent.give_back(seq.blocks, writer)
         else:
             self.pool.free(seq.blocks)
         seq.phase = Phase.FINISHED
         seq.blocks = []
-
-    def _give_back(self, blocks: list[int], writer: str | None) -> None:
-        if writer is None:
-            self.pool.free(blocks)
-            return
-        # Blocks that others use as well were only read by the transfer; it cannot harm them.
-        own = [b for b in blocks if self.pool.num_reclaimable([b])]
-        self.pool.quarantine(own, writer)
-        self.pool.free([b for b in blocks if b not in set(own)])
 
     def _has_room(self, needed: int) -> bool:
         """Whether blocks that cannot be preempted may take `needed` more: the oldest sequence must still finish."""
@@ -562,17 +522,15 @@ class EngineCore:
 
     def _num_pinned(self) -> int:
         """Blocks in use that preemption cannot free (an upper bound: shared ones count once each)."""
-        pinned = sum(len(blocks) for blocks, _ in self._expected.values())
-        pinned += sum(len(blocks) for blocks in self._loads.values())
-        pinned += sum(len(v.seq.blocks) for v in self._live.values() if v.seq.phase is Phase.HELD)
-        return pinned + self.pool.num_quarantined
+        held = sum(len(v.seq.blocks) for v in self._live.values() if v.seq.phase is Phase.HELD)
+        return len(self._lent.blocks()) + held + self.pool.num_quarantined
 
     # --- questions ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything."""
-        return bool(self._running or self._over or len(self._waiting) > len(self._loads))
+        return bool(self._running or self._over or len(self._waiting) > len(self._lent.loads))
 
     @property
     def next_deadline(self) -> float:
@@ -587,8 +545,8 @@ class EngineCore:
 
     def refs(self, key: Key) -> list[BlockRef]:
         """Return the blocks of a sequence or reservation for use by another process."""
-        if key in self._expected:
-            return self.pool.refs(self._expected[key][0])
+        if key in self._lent.expected:
+            return self.pool.refs(self._lent.expected[key].blocks)
         live = self._live.get(key)
         return [] if live is None else self.pool.refs(live.seq.blocks)
 
@@ -602,7 +560,7 @@ class EngineCore:
             "running": len(self._running),
             "waiting": len(waiting),
             "held": phases.count(Phase.HELD),
-            "expected": len(self._expected),
+            "expected": len(self._lent.expected),
             "free_blocks": self.pool.num_free,
             "total_blocks": self.pool.num_blocks,
             "blocks_in_use": self.pool.in_use,
@@ -622,8 +580,8 @@ class EngineCore:
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
-            "expected": len(self._expected),
-            "loading": len(self._loads),
+            "expected": len(self._lent.expected),
+            "loading": len(self._lent.loads),
             **{f"{name}_total": count for name, count in self._counts.items()},
             **self.pool.statistics(),
         }
@@ -640,6 +598,5 @@ class EngineCore:
             assert seq.num_computed <= len(seq.blocks) * BLOCK_TOKENS, seq
             assert live.context == seq.tokens, seq
         owned = {b for v in self._live.values() for b in v.seq.blocks}
-        owned |= {b for blocks, _ in self._expected.values() for b in blocks}
-        owned |= {b for blocks in self._loads.values() for b in blocks}
+        owned |= set(self._lent.blocks())
         assert len(owned) <= self.pool.in_use + self.pool.num_quarantined, "more blocks are owned than in use"

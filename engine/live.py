@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.plan import Sampled
+from engine.plan import Row, Sampled
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS, chain_hashes
-from schemas.errors import ContextTooLong
+from schemas.errors import BadRequest, ContextTooLong
 from schemas.messages import BlockRef
 
 
@@ -30,7 +30,7 @@ class NeverFits(ContextTooLong):
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("context", "hashes", "order", "prompt_hashes", "reported", "root", "seq")
+    __slots__ = ("context", "hashes", "order", "prompt_hashes", "root", "seq")
 
     def __init__(self, seq: Sequence, root: bytes, order: int) -> None:
         self.seq = seq
@@ -39,7 +39,6 @@ class Live:
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
         self.hashes = chain_hashes(self.context, root=root)  # of full blocks, as far as they were needed
         self.prompt_hashes = len(seq.prompt_ids) // BLOCK_TOKENS
-        self.reported = False  # whether `num_cached` has been told
 
     @property
     def cacheable(self) -> list[bytes]:
@@ -67,6 +66,51 @@ class Live:
         self.seq.phase = Phase.WAITING
         self.seq.blocks = []
         self.seq.num_computed = self.seq.num_hashed = 0
+
+
+def check_sequence(seq: Sequence, vocab_size: int, max_context: int) -> None:
+    """Refuse what could never be computed.
+
+    Raises:
+        BadRequest: if there is no prompt, or an id is outside the vocabulary.
+        NeverFits: if its ids exceed the context, or fill it and there is no answer yet.
+    """
+    if not seq.prompt_ids:
+        raise BadRequest("a prompt has at least one token", param="prompt")
+    # With outputs, a full context is a finished sequence.
+    if seq.num_tokens > max_context or (seq.num_tokens == max_context and not seq.outputs):
+        raise NeverFits(seq.num_tokens, max_context)
+    if any(not 0 <= ids < vocab_size for edge in (seq.prompt_ids, seq.outputs) if edge for ids in (min(edge), max(edge))):
+        raise BadRequest(f"a token id is outside the vocabulary of {vocab_size}", param="prompt")
+
+
+def end_reason(seq: Sequence, eos_ids: frozenset[int], max_context: int) -> str | None:
+    """Return why nothing follows the last output, if so."""
+    if not seq.outputs:
+        return None
+    if seq.outputs[-1] in eos_ids and not seq.sampling.ignore_eos:
+        return "stop"
+    full = len(seq.outputs) >= seq.sampling.max_tokens or seq.num_tokens >= max_context
+    return "length" if full else None
+
+
+def make_row(live: Live, count: int) -> Row:
+    """Return the part of a step that computes `count` more tokens of a sequence."""
+    seq, context = live.seq, live.context
+    start, first = seq.num_computed, seq.key.choice
+    end = start + count
+    return Row(
+        key=seq.key,
+        ids=context[start:end],
+        start=start,
+        prompt_len=len(seq.prompt_ids),
+        blocks=seq.blocks,
+        sample=end == len(context),
+        index=len(seq.outputs),
+        choices=tuple(range(first, first + seq.num_first)) if seq.handoff else (first,),
+        sampling=seq.sampling,
+        context=context,
+    )
 
 
 class Candidate(NamedTuple):

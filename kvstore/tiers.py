@@ -1,0 +1,325 @@
+"""The host tier: blocks in this host's memory that outlive the engines which computed them.
+
+Writing: `reserve` lends private staging blocks, somebody copies into them, `commit` inserts them with their header.
+Reading: `lookup` pins the longest stored prefix, somebody copies from it and compares checksums, `release` unpins.
+Both are leases with an end. A read lease that lapses is simply over (the reader's checksums guard it); a write lease
+that lapses puts its blocks into quarantine until the writer is known to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.block import BLOCK_TOKENS
+from kvstore.eviction import EvictionPolicy, LruPolicy
+from kvstore.handoff import checksum
+from kvstore.index import Dump, EventLog, Op
+from kvstore.pool import BlockPool
+from schemas.messages import BlockRef
+
+MAX_LEASES = 1024
+
+
+@dataclass(slots=True)
+class Header:
+    """What is known of a stored block, checked at each use."""
+
+    hash: bytes
+    parent: bytes
+    num_tokens: int
+    checksum: int
+    epoch: str
+    block: int
+    generation: int
+    pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Staging blocks for the hashes at `positions` of the request's list."""
+
+    positions: list[int] = field(default_factory=list)
+    refs: list[BlockRef] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest stored prefix: blocks pinned until `lease_until`, and the checksums a copy must show."""
+
+    refs: list[BlockRef] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    lease_until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Write:
+    hashes: list[bytes]
+    parents: list[bytes]
+    blocks: list[int]
+    until: float
+    writer: str
+
+
+@dataclass(slots=True)
+class _Read:
+    headers: list[Header]
+    until: float
+
+
+class HostTier:
+    """Stored blocks of one owner, over a pool of their own. Times are seconds on any one clock."""
+
+    def __init__(self, pool: BlockPool, *, policy: EvictionPolicy | None = None, max_leases: int = MAX_LEASES) -> None:
+        """Start empty over a pool that nobody else allocates from."""
+        self.pool = pool
+        self.epoch = pool.handle().epoch
+        self.events = EventLog(self.epoch)
+        self._policy: EvictionPolicy = policy if policy is not None else LruPolicy()
+        self._max_leases = max_leases
+        self._stored: dict[bytes, Header] = {}
+        self._writes: dict[str, _Write] = {}
+        self._reads: dict[str, _Read] = {}
+        self._lapsed: dict[str, str] = {}  # quarantined ticket → its writer
+        self._counts = dict.fromkeys(
+            "hits misses inserted evicted corrupt aborted lapsed_writes lapsed_reads refused".split(), 0
+        )
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        ticket: str,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        now: float,
+        deadline: float,
+        *,
+        writer: str = "",
+    ) -> Staging:
+        """Lend staging blocks for those hashes that are not stored; fewer, or none, when the tier is full.
+
+        Two writers of one hash get different blocks; whoever commits first is stored. A known ticket gets the same
+        answer again only by its first call: a repetition is refused with an empty one.
+
+        Args:
+            ticket: names the lease.
+            hashes: of consecutive blocks of one chain.
+            parents: the hash before each.
+            now: the time.
+            deadline: end of the lease.
+            writer: who will write, for `writer_gone`.
+        """
+        known = ticket in self._writes or ticket in self._lapsed
+        if known or len(self._writes) >= self._max_leases or len(hashes) != len(parents) or deadline <= now:
+            self._counts["refused"] += 1
+            return Staging()
+        wanted = []
+        for position, digest in enumerate(hashes):
+            if digest in self._stored:
+                self._policy.touch(digest)
+            else:
+                wanted.append(position)
+        # A chain is useful from its head on, so a full tier drops the tail of the wish.
+        wanted = wanted[: self._make_room(len(wanted), keep=set(hashes))]
+        if not wanted:
+            return Staging()
+        blocks = self.pool.allocate(len(wanted))
+        self._writes[ticket] = _Write(
+            [hashes[i] for i in wanted], [parents[i] for i in wanted], blocks, deadline, writer
+        )
+        return Staging(wanted, self.pool.refs(blocks))
+
+    def commit(self, ticket: str, ok: bool = True, checksums: Sequence[int] = ()) -> int:
+        """End a write lease: insert its blocks, or drop them when not `ok`; returns how many were inserted.
+
+        A commit after the lease has lapsed inserts nothing and ends the quarantine: the writer is done.
+        """
+        if ticket in self._lapsed:
+            self.absolve(ticket)
+            return 0
+        write = self._writes.pop(ticket, None)
+        if write is None:
+            return 0
+        if not ok or len(checksums) != len(write.blocks):
+            self._counts["aborted"] += 1
+            self.pool.free(write.blocks)
+            return 0
+        inserted = 0
+        refs = self.pool.refs(write.blocks)
+        for digest, parent, ref, total in zip(write.hashes, write.parents, refs, checksums, strict=True):
+            if digest in self._stored:
+                self.pool.free([ref.index])  # another writer was first
+                continue
+            self._stored[digest] = Header(
+                digest, parent, BLOCK_TOKENS, total, self.epoch, ref.index, ref.generation
+            )
+            self.events.record(Op.ADD, digest)
+            inserted += 1
+        # The head of a chain is touched last, so that its tail is evicted before it.
+        for digest in reversed(write.hashes):
+            self._policy.insert(digest)
+        self._counts["inserted"] += inserted
+        return inserted
+
+    def absolve(self, ticket: str) -> int:
+        """The writer of a lapsed lease is done: free its blocks."""
+        self._lapsed.pop(ticket, None)
+        return self.pool.absolve(ticket)
+
+    def writer_gone(self, writer: str) -> int:
+        """A writer's exit is confirmed: drop all its leases; returns how many blocks came back."""
+        freed = 0
+        for ticket in [t for t, w in self._writes.items() if w.writer == writer]:
+            blocks = self._writes.pop(ticket).blocks
+            self.pool.free(blocks)
+            freed += len(blocks)
+        for ticket in [t for t, w in self._lapsed.items() if w == writer]:
+            freed += self.absolve(ticket)
+        return freed
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def lookup(
+        self, ticket: str, hashes: Sequence[bytes], parents: Sequence[bytes], now: float, lease_s: float
+    ) -> Found:
+        """Pin the longest stored prefix whose headers fit the chain.
+
+        Args:
+            ticket: names the lease; a ticket in use gets an empty answer.
+            hashes: of consecutive blocks of one chain.
+            parents: the hash before each; when absent only the chain among `hashes` is checked.
+            now: the time.
+            lease_s: how long the blocks stay pinned.
+        """
+        if ticket in self._reads or len(self._reads) >= self._max_leases:
+            self._counts["refused"] += 1
+            return Found()
+        headers: list[Header] = []
+        for position, digest in enumerate(hashes):
+            header = self._stored.get(digest)
+            if header is None:
+                break
+            wanted = parents[position] if position < len(parents) else (hashes[position - 1] if position else None)
+            if not self._sound(header, digest) or (wanted is not None and header.parent != wanted):
+                self._condemn(digest)
+                break
+            headers.append(header)
+        self._counts["hits"] += len(headers)
+        self._counts["misses"] += len(hashes) - len(headers)
+        if not headers:
+            return Found()
+        for header in headers:
+            header.pins += 1
+        for header in reversed(headers):
+            self._policy.touch(header.hash)
+        self._reads[ticket] = _Read(headers, now + lease_s)
+        refs = self.pool.refs([header.block for header in headers])
+        return Found(refs, [header.checksum for header in headers], now + lease_s)
+
+    def release(self, ticket: str) -> bool:
+        """End a read lease; false if there is none (any more), and then what was read must not be used."""
+        read = self._reads.pop(ticket, None)
+        if read is None:
+            return False
+        for header in read.headers:
+            header.pins -= 1
+            if header.pins == 0 and self._stored.get(header.hash) is not header:
+                self.pool.free([header.block])  # was condemned while it was being read
+        return True
+
+    def verify(self, digest: bytes) -> bool:
+        """Whether a block is stored with the bytes that its header promises; one that is not goes."""
+        header = self._stored.get(digest)
+        if header is None:
+            return False
+        size = self.pool.block_nbytes
+        data = self.pool.view()[header.block * size : (header.block + 1) * size]
+        if self._sound(header, digest) and checksum(data) == header.checksum:
+            return True
+        self._condemn(digest)
+        return False
+
+    def report_corrupt(self, hashes: Sequence[bytes]) -> int:
+        """A reader's copy did not match: check these blocks and drop the bad ones; returns how many."""
+        return sum(1 for digest in hashes if digest in self._stored and not self.verify(digest))
+
+    # --- time --------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[str]:
+        """End leases that are over; returns the tickets of writers that must confirm that they are done."""
+        for ticket in [t for t, r in self._reads.items() if r.until <= now]:
+            self.release(ticket)
+            self._counts["lapsed_reads"] += 1
+        late = [t for t, w in self._writes.items() if w.until <= now]
+        for ticket in late:
+            write = self._writes.pop(ticket)
+            self.pool.quarantine(write.blocks, ticket)
+            self._lapsed[ticket] = write.writer
+            self._counts["lapsed_writes"] += 1
+        return late
+
+    # --- questions ---------------------------------------------------------------------------------
+
+    def dump(self) -> Dump:
+        """Return everything that is stored, for an index that joins."""
+        return Dump(self.epoch, self.events.number, tuple(self._stored))
+
+    @property
+    def unconfirmed(self) -> dict[str, str]:
+        """Lapsed write leases by ticket, with their writers."""
+        return dict(self._lapsed)
+
+    def statistics(self) -> dict[str, float]:
+        """Return gauges and counters by name."""
+        return {
+            "stored": len(self._stored),
+            "writes": len(self._writes),
+            "reads": len(self._reads),
+            "unconfirmed": len(self._lapsed),
+            **{f"{name}_total": count for name, count in self._counts.items()},
+            **self.pool.statistics(),
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that every block in use is stored, staged, or still read after it was condemned."""
+        self.pool.check_integrity()
+        stored = {header.block for header in self._stored.values()}
+        staged = {block for write in self._writes.values() for block in write.blocks}
+        read = {header.block for lease in self._reads.values() for header in lease.headers}
+        assert len(stored) == len(self._stored), "two hashes share a block"
+        assert not stored & staged, "a staged block is stored"
+        assert len(stored | staged | read) == self.pool.in_use, "a block in use belongs to nobody"
+        pins: dict[int, int] = {}
+        for lease in self._reads.values():
+            for header in lease.headers:
+                pins[id(header)] = pins.get(id(header), 0) + 1
+        assert all(header.pins == pins.get(id(header), 0) for header in self._stored.values()), "pins do not add up"
+
+    # --- parts -------------------------------------------------------------------------------------
+
+    def _sound(self, header: Header, digest: bytes) -> bool:
+        ref = BlockRef(index=header.block, generation=header.generation)
+        whole = header.hash == digest and header.num_tokens == BLOCK_TOKENS and header.epoch == self.epoch
+        return whole and self.pool.check([ref])
+
+    def _make_room(self, wanted: int, keep: set[bytes]) -> int:
+        """Evict until `wanted` blocks can be had, or nothing more can go; returns how many can be had."""
+        while not self.pool.can_allocate(wanted):
+            victim = self._policy.victim(lambda key: key not in keep and self._stored[key].pins == 0)
+            if victim is None:
+                break
+            self._drop(victim)
+            self._counts["evicted"] += 1
+        return min(wanted, self.pool.num_free)
+
+    def _condemn(self, digest: bytes) -> None:
+        self._counts["corrupt"] += 1
+        self._drop(digest)
+
+    def _drop(self, digest: bytes) -> None:
+        header = self._stored.pop(digest)
+        self._policy.remove(digest)
+        self.events.record(Op.DROP, digest)
+        if header.pins == 0:
+            self.pool.free([header.block])
