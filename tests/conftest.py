@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.nats_server import NatsServer  # noqa: E402
+from tests.support.nats_server import NatsServer
 
 
 @pytest.fixture(scope="session")

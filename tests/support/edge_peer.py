@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -151,9 +152,7 @@ class ScriptedPeer(Actor):
                 return
             session.ended = terminal is not None
             session.sent_at = self.clock.now()
-            out = frame(
-                session.submit.request_id, session.fence, items=items, finish=finish, terminal=terminal
-            )
+            out = frame(session.submit.request_id, session.fence, items=items, finish=finish, terminal=terminal)
             self._frames(session.submit, [out])
 
     def receive_hot(self, kind: str, body: list[Any], sender: Ref | None) -> None:
@@ -284,3 +283,35 @@ def chat(**extra: Any) -> dict[str, Any]:
 def completion(**extra: Any) -> dict[str, Any]:
     """A small completion request."""
     return {"model": MODEL, "prompt": "hi", **extra}
+
+
+class Reading:
+    """A streamed request in the background: what has come so far can be looked at while it goes on."""
+
+    def __init__(self, setup: EdgeSetup, path: str, body: dict[str, Any]) -> None:
+        self.status = 0
+        self.text = ""
+        self._setup = setup
+        self._task = asyncio.create_task(self._run(path, body))
+
+    async def _run(self, path: str, body: dict[str, Any]) -> None:
+        async with self._setup.http.stream("POST", path, json=body) as response:
+            self.status = response.status_code
+            async for part in response.aiter_text():
+                self.text += part
+
+    @property
+    def num_events(self) -> int:
+        """Events so far."""
+        return self.text.count("data: ")
+
+    async def end(self) -> str:
+        """Wait for the end and return all of it."""
+        async with asyncio.timeout(20.0):
+            await self._task
+        return self.text
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
