@@ -1,0 +1,125 @@
+"""Executes steps with the transformer in torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.plan import BatchPlan, Row, Sampled
+from engine.sampling import choose
+from engine.sequence import Key
+from kernels.attention.reference import BLOCK_TOKENS
+from models import weights
+from models.config import ModelConfig
+from models.errors import ModelFileError
+from models.gguf import GgufFile
+from models.transformer import Transformer
+from schemas.record import Sampling
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+class TorchRunner:
+    """The real runner: one model, one pool, one thread at a time.
+
+    A row's ids and logprobs do not depend on the batch, on the cut of its prompt into chunks, or on whether a position
+    was decoded, recomputed or found in a block.
+    """
+
+    def __init__(self, model_path: Path, dtype: str = "bfloat16", threads: int | None = None) -> None:
+        """Load a model.
+
+        Args:
+            model_path: a GGUF file of the llama family.
+            dtype: "bfloat16" or "float32", of weights, activations and KV.
+            threads: intra-op threads of this process; None leaves torch's choice. Results do not depend on it.
+
+        Raises:
+            ModelFileError: the file is corrupt or not supported.
+            ValueError: an unknown dtype.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with GgufFile(model_path) as file:
+            config = ModelConfig.from_gguf(file)
+            self._model = Transformer(config, weights.load(file, config, DTYPES[dtype]))
+            identity = file.fingerprint()
+            self.eos_ids = _eos_ids(file, config.vocab_size)
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_context = self._model.max_context
+        self.block_nbytes = self._model.block_nbytes
+        self.layout = f"block,{config.num_layers},2,{BLOCK_TOKENS},{config.num_kv_heads},{config.head_dim},{dtype}"
+        # Numerics: another torch or instruction set may round otherwise, and its blocks must not be mixed with ours.
+        self.fingerprint = f"{identity}/{dtype}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-1"
+        self._lines: torch.Tensor | None = None
+
+    def bind(self, buffer: memoryview, num_blocks: int) -> None:
+        """Use `num_blocks × block_nbytes` bytes of writable memory as the pool.
+
+        Raises:
+            ValueError: the buffer is read-only or too small.
+        """
+        need = num_blocks * self.block_nbytes
+        if buffer.readonly or buffer.nbytes < need:
+            raise ValueError(f"the pool needs {need} writable bytes; the buffer has {buffer.nbytes}")
+        flat = torch.frombuffer(buffer, dtype=self._model.dtype, count=need // self._model.dtype.itemsize)
+        self._lines = flat.view(-1, self.config.kv_width)
+
+    @torch.inference_mode()
+    def execute(self, plan: BatchPlan) -> list[Sampled]:
+        """Compute one step; returns one `Sampled` per choice of each row with `sample`, in the order of rows."""
+        if not plan.rows:
+            return []
+        assert self._lines is not None, "bind a pool first"
+        wanted = [i for i, row in enumerate(plan.rows) if row.sample]
+        logits = self._model.forward(plan.rows, self._lines, wanted)
+        sampled = []
+        for at, i in enumerate(wanted):
+            row = plan.rows[i]
+            for choice in row.choices:
+                picked = choose(logits[at], row.sampling, choice, row.index)
+                logprob = None if picked.error else picked.logprob
+                sampled.append(Sampled(row.key, choice, row.index, picked.id, logprob, picked.error))
+        return sampled
+
+    def warm_up(self) -> None:
+        """Compute a short prompt and one decoded token on scratch blocks.
+
+        Raises:
+            ModelFileError: the model's output is not numbers.
+        """
+        bound = self._lines
+        scratch = bytearray(2 * self.block_nbytes)
+        try:
+            self.bind(memoryview(scratch), 2)
+            ids = [i % self.vocab_size for i in range(20)]
+            greedy = Sampling(temperature=0.0)
+            for start, end in ((0, 19), (19, 20)):
+                row = Row(Key("warm-up", 0), ids[start:end], start, 19, [0, 1], True, start, (0,), greedy, ids[:end])
+                done = self.execute(BatchPlan(0, [row]))[0]
+                if done.error:
+                    raise ModelFileError(self.config.name, f"the first step failed: {done.error}")
+        finally:
+            self._lines = bound
+
+    def close(self) -> None:
+        """Let go of the pool, so that its map can be closed."""
+        self._lines = None
+
+
+def _eos_ids(file: GgufFile, vocab_size: int) -> frozenset[int]:
+    """Return the ids that end a text.
+
+    Raises:
+        ModelFileError: an id lies outside the vocabulary.
+    """
+    found = {key: file.metadata[key] for key in _EOS_KEYS if key in file.metadata}
+    for key, value in found.items():
+        if not isinstance(value, int) or not 0 <= value < vocab_size:
+            raise ModelFileError(file.path, f"metadata {key!r} is {value!r:.80}, not one of {vocab_size} ids")
+    return frozenset(found.values())

@@ -1,0 +1,11 @@
+"""RMS normalization in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """Normalize rows of x `[rows, hidden]` (float32); the result has the type `dtype`."""
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)  # [rows, 1]
+    return (x * scale * weight).to(dtype)

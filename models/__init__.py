@@ -1,0 +1,1 @@
+"""Model files, tokenizers, chat templates and the transformer. Only `weights`, `exactness` and `transformer` use torch."""

@@ -1,0 +1,82 @@
+"""Finds, on the machine at hand, the smallest shapes whose rows have the bits of large ones.
+
+Matrix libraries choose kernels by shape, and the choice differs between CPUs. Each candidate is compared bit for bit
+with the canonical shape; the largest candidate is the canonical shape itself, so one always passes. The figures behind
+the candidates are in docs/decisions/002-exact-rows.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import reference as attention
+from kernels.linear.reference import linear, linear_op
+
+ROW_CANDIDATES = (1, 16, 32, 64)
+PROBE_ROWS = (1, 2, 3, 5, 8, 13, 16, 31, 47, 64, 128)
+
+
+class NotExact(RuntimeError):
+    """Raised when no number of rows gives a matrix product the same bits in every batch on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """How calls must be shaped so that a row's bits do not depend on its batch."""
+
+    min_rows: int  # products with fewer rows are padded to it
+    repeat: int  # how often a single query row stands in its attention call
+
+
+def probe(weights: list[torch.Tensor], heads: int, group: int, head_dim: int) -> Exactness:
+    """Measure both numbers with the model's own shapes and type (about 50 ms).
+
+    Args:
+        weights: one weight `[out, in]` of each shape in use.
+        heads: kv_heads.
+        group: query heads per KV head.
+
+    Raises:
+        NotExact: products of equal rows differ even between large batches.
+    """
+    min_rows = next((n for n in ROW_CANDIDATES if all(_rows_agree(w, n) for w in weights)), None)
+    if min_rows is None:
+        raise NotExact("matrix products give a row other bits in other batches on this machine, whatever the padding")
+    dtype = weights[0].dtype
+    tile = attention.tile_rows(group)
+    repeats = [n for n in (1, 2, 4, 8, 16) if n < tile] + [tile]
+    repeat = next(n for n in repeats if n == tile or _attention_agrees(n, heads, group, head_dim, tile, dtype))
+    return Exactness(min_rows, repeat)
+
+
+def _noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(20)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def _rows_agree(weight: torch.Tensor, min_rows: int) -> bool:
+    # The first 4,096 outputs of a vocabulary-sized weight are enough to choose its kernel, and 10 times quicker.
+    weight = weight[:4096]
+    x = _noise(max(PROBE_ROWS), weight.shape[1], dtype=weight.dtype)
+    want = linear_op(x, weight)
+    return all(torch.equal(linear(x[-n:], weight, min_rows), want[-n:]) for n in PROBE_ROWS)
+
+
+def _attention_agrees(repeat: int, heads: int, group: int, head_dim: int, tile: int, dtype: torch.dtype) -> bool:
+    num_tiles = 20  # 640 positions: past the 512 keys after which torch's kernel begins a second pass
+    length = num_tiles * tile
+    q = _noise(num_tiles, tile, heads, group, head_dim, dtype=dtype) * 1.5
+    k, v = _noise(2, 1, length, heads, head_dim, dtype=dtype)
+    mask = attention.causal_mask(length, tile, dtype)
+    want = attention.tile_attention(q, k, v, mask.repeat_interleave(group, 0), 0)
+    for position in range(0, length, 7):
+        j, row = divmod(position, tile)
+        end = (j + 1) * tile
+        got = attention.row_attention(
+            q[j, row].unsqueeze(0), k[:, :end], v[:, :end], mask[row, length - end :].view(1, 1, 1, -1), repeat
+        )
+        if not torch.equal(got[0], want[j, row]):
+            return False
+    return True
