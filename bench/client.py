@@ -1,0 +1,102 @@
+"""A load generator that costs little: raw HTTP/1.1 over asyncio streams, because it shares the cores it measures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class LoadFailed(Exception):
+    """Raised when a measured request does not end well; a benchmark of failures measures nothing."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """When the parts of one streamed answer came, in monotonic seconds."""
+
+    sent_at: float
+    chunks_at: list[float] = field(default_factory=list)
+    ended_at: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending to the first text."""
+        return self.chunks_at[0] - self.sent_at
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Between one text and the next."""
+        return [b - a for a, b in zip(self.chunks_at, self.chunks_at[1:], strict=False)]
+
+
+class _Body:
+    """Undoes the chunked transfer coding, as bytes come."""
+
+    def __init__(self, reader: asyncio.StreamReader, chunked: bool) -> None:
+        self._reader = reader
+        self._chunked = chunked
+
+    async def read(self) -> bytes:
+        """Return some bytes, none at the end."""
+        if not self._chunked:
+            return await self._reader.read(65_536)
+        size = int((await self._reader.readline()).split(b";")[0], 16)
+        data = await self._reader.readexactly(size + 2)
+        return data[:-2]
+
+
+async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0) -> Timing:
+    """Send one streamed chat request and time its parts.
+
+    Raises:
+        LoadFailed: if it is refused, fails, or ends early.
+    """
+    url = urlsplit(base)
+    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+    )
+    async with asyncio.timeout(limit_s):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        try:
+            timing = Timing(time.monotonic())
+            writer.write(head.encode() + payload)
+            status = await reader.readline()
+            headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+            answer = _Body(reader, b"transfer-encoding: chunked" in headers)
+            if b" 200 " not in status:
+                raise LoadFailed(f"{status.decode().strip()}: {(await answer.read()).decode(errors='replace')[:300]}")
+            await _events(answer, timing)
+            return timing
+        finally:
+            writer.close()
+
+
+async def _events(body: _Body, timing: Timing) -> None:
+    rest = b""
+    while data := await body.read():
+        now = time.monotonic()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            event = line[5:].strip()
+            if event == b"[DONE]":
+                timing.ended_at = now
+                return
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise LoadFailed(f"failed in the stream: {chunk['error']}")
+            if chunk.get("usage"):
+                timing.prompt_tokens = chunk["usage"]["prompt_tokens"]
+                timing.completion_tokens = chunk["usage"]["completion_tokens"]
+            if any((c.get("delta") or {}).get("content") for c in chunk["choices"]):
+                timing.chunks_at.append(now)
+    raise LoadFailed("the stream closed without its end")

@@ -1,0 +1,37 @@
+"""Processor time of an instance: its supervisor and everything under it."""
+
+from __future__ import annotations
+
+import psutil
+
+
+def seconds(pid: int) -> dict[str, float]:
+    """Return the processor seconds used so far, by process name, of a process and its living descendants."""
+    out: dict[str, float] = {}
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            times, title = process.cpu_times(), _title(process)
+        except psutil.Error:
+            continue
+        out[title] = out.get(title, 0.0) + times.user + times.system
+    return out
+
+
+def resident_mb(pid: int) -> dict[str, float]:
+    """Return the resident megabytes, by process name."""
+    out: dict[str, float] = {}
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            out[_title(process)] = round(process.memory_info().rss / 2**20, 1)
+        except psutil.Error:
+            continue
+    return out
+
+
+def _title(process: psutil.Process) -> str:
+    command = process.cmdline()
+    if "--node" in command[:-1]:
+        return command[command.index("--node") + 1]
+    return " ".join(command[:2])[:40] if process.name().startswith("python") else process.name()
