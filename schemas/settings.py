@@ -53,7 +53,7 @@ class Settings(BaseSettings):
     decode: Count = Field(2, description="engines in the decode role")
     both: Count = Field(0, description="engines in both roles at once")
     isolate: bool = Field(False, description="one process per actor")
-    threads: int = Field(0, ge=0, le=1024, description="threads per engine; 0: cores shared evenly")
+    threads: int = Field(0, ge=0, le=1024, description="threads per engine; 0: one per core")
 
     # Where it listens
     http: str = Field("127.0.0.1:8000", description="HOST:PORT of the HTTP edge")
@@ -76,7 +76,6 @@ class Settings(BaseSettings):
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
     shm_dir: str = Field("/dev/shm", description="where pools are exported as files")
-    shm_prefix: str = Field("", description="how their names begin; empty: headrace-INSTANCE-PID")
 
     # Time
     default_deadline_s: Seconds = Field(600.0, description="deadline of a request that states none")
@@ -131,6 +130,11 @@ class Settings(BaseSettings):
         if self.port_base and "instance" not in self.model_fields_set:
             return f"port-{self.port_base}"
         return self.instance
+
+    @property
+    def pool_prefix(self) -> str:
+        """How the names of this instance's pool files begin."""
+        return f"headrace-{self.instance_name}-"
 
     @property
     def num_blocks(self) -> int:

@@ -1,0 +1,200 @@
+"""From kinds and settings to a node with its actors: the one place that knows every actor's constructor."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace import bus_access, served
+from headrace.byte_text import ByteText
+from headrace.layout import ENGINE_KINDS, threads_per_engine
+from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from runtime.actor import Actor, Context
+    from runtime.clock import Clock
+    from runtime.node import Node
+
+Factory = Callable[["Context"], "Actor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the actors of one node share."""
+
+    settings: Settings
+    model: Path | None
+    names: list[str]
+
+
+async def build_node(
+    kinds: Sequence[str],
+    settings: Settings,
+    *,
+    name: str,
+    actor_id: str,
+    clock: Clock,
+    on_wait: Callable[[str], None] | None = None,
+) -> Node:
+    """Connect to the bus and assemble a node; it is started by its `run`.
+
+    Args:
+        kinds: what to host, each once.
+        settings: `bus_url` must be set.
+        name: the node's name on the bus.
+        actor_id: id of its actors.
+        clock: the seam.
+        on_wait: told when the bus has to be waited for.
+
+    Raises:
+        BusUnavailable: if the bus does not answer in time.
+        StartError: if the model cannot be read.
+    """
+    from runtime.node import Node
+    from runtime.telemetry import Telemetry
+
+    model = served.model_path(settings) if set(kinds) - {"transfer", "kv"} else None
+    parts = Parts(settings, model, served.model_names(settings, model))
+    closed: list[Callable[[], None]] = []
+
+    def lost() -> None:
+        for tell in closed:
+            tell()
+
+    telemetry = Telemetry(
+        name,
+        clock=clock,
+        level=settings.log_level,
+        otlp_endpoint=settings.otlp_endpoint,
+        spans_file=settings.spans_file,
+    )
+    control = await bus_access.connect(
+        settings, clock=clock, name=f"{name}-control", on_wait=on_wait, on_closed=lost
+    )
+    stream = await bus_access.connect(settings, clock=clock, name=f"{name}-stream", on_closed=lost)
+    node = Node(
+        name,
+        socket.gethostname(),
+        control=control,
+        stream=stream,
+        clock=clock,
+        telemetry=telemetry,
+        drain_limit_s=settings.drain_limit_s,
+    )
+    closed.append(node.bus_closed)
+    for kind in kinds:
+        node.add(kind, actor_id, factory(kind, parts))
+    return node
+
+
+def factory(kind: str, parts: Parts) -> Factory:
+    """Return what makes an actor of this kind.
+
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    if kind in ENGINE_KINDS:
+        return functools.partial(_engine, role=kind, parts=parts)
+    makers: dict[str, Callable[..., Actor]] = {
+        "edge": _edge,
+        "admission": _admission,
+        "tokenize": _tokenize,
+        "detokenize": _detokenize,
+        "transfer": _transfer,
+        "kv": _kv,
+    }
+    if kind not in makers:
+        raise ValueError(f"no actor of kind {kind!r}")
+    return functools.partial(makers[kind], parts=parts)
+
+
+def _edge(context: Context, *, parts: Parts) -> Actor:
+    from edge.actor import EdgeActor
+    from edge.generate import Limits
+
+    host, port = parts.settings.http_address
+    limits = Limits(default_deadline_s=parts.settings.default_deadline_s, keepalive_s=parts.settings.keepalive_s)
+    return EdgeActor(context, models=parts.names, host=host, port=port, limits=limits)
+
+
+def _admission(context: Context, *, parts: Parts) -> Actor:
+    from actors.admission import AdmissionActor, AdmissionConfig
+
+    config = AdmissionConfig(models=tuple(parts.names), default_deadline_s=parts.settings.default_deadline_s)
+    return AdmissionActor(context, config=config)
+
+
+def _tokenize(context: Context, *, parts: Parts) -> Actor:
+    from actors.tokenize import TokenizeActor
+
+    return TokenizeActor(context, load_encoder=functools.partial(_text, parts))
+
+
+def _detokenize(context: Context, *, parts: Parts) -> Actor:
+    from actors.detokenize import DetokenizeActor
+
+    return DetokenizeActor(context, load_vocabulary=functools.partial(_text, parts))
+
+
+def _transfer(context: Context, *, parts: Parts) -> Actor:
+    from actors.transfer import TransferActor
+
+    return TransferActor(context)
+
+
+def _kv(context: Context, *, parts: Parts) -> Actor:
+    from actors.kv import KvActor
+
+    settings = parts.settings
+    return KvActor(
+        context, directory=Path(settings.shm_dir), prefix=settings.pool_prefix, num_blocks=settings.num_host_blocks
+    )
+
+
+def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
+    from actors.engine_host import EngineActor
+
+    settings = parts.settings
+    return EngineActor(
+        context,
+        role=role,
+        make_runner=functools.partial(_runner, parts),
+        directory=Path(settings.shm_dir),
+        prefix=settings.pool_prefix,
+        num_blocks=settings.num_blocks,
+        token_budget=settings.token_budget,
+        max_running=settings.max_running,
+    )
+
+
+def _text(parts: Parts) -> Any:
+    """Return the tokenizer side of the model (or bytes, where there is none)."""
+    if parts.model is None:
+        return ByteText()
+    from models.text import load_text
+
+    return load_text(parts.model)
+
+
+def _runner(parts: Parts) -> Any:
+    """Return the engine's runner; called in the engine's thread."""
+    kind = served.engine_kind(parts.settings)
+    if kind == "scripted":
+        from engine.scripted_runner import from_spec as scripted
+
+        return scripted(parts.settings.engine)
+    if kind == "null":
+        from engine.null_runner import NullRunner
+
+        return NullRunner()
+    threads = threads_per_engine(parts.settings)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from engine.torch_runner import TorchRunner
+
+    assert parts.model is not None
+    return TorchRunner(parts.model, dtype=parts.settings.dtype, threads=threads)
