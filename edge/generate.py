@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from starlette.datastructures import Headers
@@ -45,7 +44,7 @@ class Generate:
     metrics: EdgeMetrics
     models: Collection[str]
     limits: Limits
-    not_ready: Any  # () -> Unavailable | None
+    not_ready: Callable[[], Unavailable | None]
     unknown_logged: set[str] = field(default_factory=set)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +63,7 @@ class Generate:
         parsed = parse_request(self.api, body, models=self.models)
         terms = read_terms(headers, parsed, limits.default_deadline_s)
         self._log_unknown(parsed.unknown_fields)
-        problem: Unavailable | None = self.not_ready()
+        problem = self.not_ready()
         if problem is not None:
             raise problem
         request = self.exchange.open(
@@ -134,9 +133,3 @@ class Generate:
             if name not in self.unknown_logged and len(self.unknown_logged) < MAX_UNKNOWN_LOGGED:
                 self.unknown_logged.add(name)
                 self.context.telemetry.log.warning("unknown request field ignored", field=name, api=self.api)
-
-
-async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has gone."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

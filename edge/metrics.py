@@ -13,6 +13,7 @@ from schemas.messages import MetricsQuery, MetricsReport
 
 COLLECT_S = 0.3
 MAX_REPORTS = 1024
+SUFFIXES = ("", "_total", "_created", "_bucket", "_sum", "_count")  # of samples within one family
 TTFT_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0,
 )  # fmt: skip
@@ -105,8 +106,8 @@ def merge(reports: Mapping[str, str]) -> str:
                 heads.setdefault(family, {}).setdefault(what, line)
             elif line and not line.startswith("#"):
                 name = _name(line)
-                # A sample without a head of its own starts a family by its own name.
-                if not (family and name.startswith(family)):
+                # A sample without a head of its own is a family of its own.
+                if not family or name.removeprefix(family) not in SUFFIXES:
                     family = name
                 samples.setdefault(family, []).append(_labelled(line, name, label))
     out: list[str] = []

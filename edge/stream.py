@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from edge.exchange import Exchange, OpenRequest
 from edge.metrics import EdgeMetrics
 from edge.openai_shapes import Shape
+from edge.reading import ClientLeft
 from runtime.clock import Clock
 from schemas.errors import HeadraceError
 
 KEEPALIVE = b": keepalive\n\n"
+STALLED_S = 5.0  # a reader that takes nothing is given up so long after the deadline
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,6 +46,7 @@ async def write_stream(
 
     Raises:
         HeadraceError: if the request failed and nothing has been sent.
+        ClientLeft: if the client takes nothing even after the deadline.
     """
     inflight = request.inflight
     started = False
@@ -61,15 +65,25 @@ async def write_stream(
         if out:
             if not started:
                 started = True
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await _send(send, {"type": "http.response.start", "status": 200, "headers": HEADERS}, request, clock)
             last_sent = clock.now()
-            await send({"type": "http.response.body", "body": b"".join(out), "more_body": not inflight.ended})
-            if inflight.ended:
+            over = inflight.ended
+            body = {"type": "http.response.body", "body": b"".join(out), "more_body": not over}
+            await _send(send, body, request, clock)
+            if over:
                 return
             # More may have come while a slow reader made the write wait.
             if inflight.has_events or inflight.ended:
                 continue
         await request.wait(max(0.001, last_sent + keepalive_s - clock.now()))
+
+
+async def _send(send: Send, message: Message, request: OpenRequest, clock: Clock) -> None:
+    try:
+        async with asyncio.timeout(max(0.0, request.ends_at - clock.now()) + STALLED_S):
+            await send(message)
+    except TimeoutError as exc:
+        raise ClientLeft from exc
 
 
 def _ending(request: OpenRequest, shape: Shape, metrics: EdgeMetrics) -> list[bytes]:

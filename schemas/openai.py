@@ -254,6 +254,8 @@ def _refuse_unimplemented(api: str, body: Mapping[str, Any]) -> set[str]:
         if name in ACCEPTED or name == INPUT[api]:
             continue
         if name in INPUT.values():
+            if value is None:
+                continue
             raise BadRequest(f"{name} is no parameter of this API; it takes {INPUT[api]}", param=name)
         if name not in REFUSED:
             unknown.add(name)
