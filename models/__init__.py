@@ -1,1 +1,1 @@
-"""Model files, tokenizers, chat templates and the transformer. Only `weights`, `exactness` and `transformer` use torch."""
+"""Model files, tokenizers, chat templates, transformer. Only `weights`, `exactness`, `transformer` use torch."""

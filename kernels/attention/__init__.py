@@ -9,8 +9,8 @@ a function of the row's absolute position alone:
   (a masked NaN left in a reused block would spoil the sum otherwise);
 * `tile_attention` computes whole tiles (`T · group` query rows per KV head, where `group` query heads share it);
 * `row_attention` computes single rows of many sequences whose tiles end alike, each row standing `repeat` times so that
-  the matrix kernel is the one that tiles get; `models/exactness.py` finds the smallest `repeat` that gives a tile's bits.
+  the matrix kernel is the one that tiles get; `models/exactness.py` finds the smallest that gives a tile's bits.
 
-Layouts: q `[.., kv_heads, rows · group, head_dim]`; k and v `[.., length, kv_heads, head_dim]` as gathered from the pool;
+Layouts: q `[.., kv_heads, rows · group, head_dim]`; k, v `[.., length, kv_heads, head_dim]` as gathered from the pool;
 masks additive, 0 or -inf, in the type of q. Scale is `head_dim ** -0.5`.
 """
