@@ -1,0 +1,50 @@
+"""From a layout to the command lines of its processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.embedded_nats import BusServer
+from headrace.layout import NodePlan
+from runtime.supervisor import NodeSpec
+from schemas.settings import Settings
+
+BUS_NODE = "nats"
+# A frozen edge holds its clients' sockets; they notice nothing until it is gone.
+EDGE_FROZEN_KILL_S = 2.0
+
+
+def bus_spec(server: BusServer, logs: Path) -> NodeSpec:
+    """Return the child that is the embedded bus; it leaves last."""
+    return NodeSpec(BUS_NODE, tuple(server.argv), log=logs / f"{BUS_NODE}.log", stop_last=True)
+
+
+def node_spec(plan: NodePlan, settings: Settings, env: Mapping[str, str], logs: Path) -> NodeSpec:
+    """Return the child that hosts a planned node.
+
+    Args:
+        plan: which actors.
+        settings: `bus_url` is set.
+        env: the settings for the child; secrets travel here, never on the command line.
+        logs: directory for its output.
+    """
+    argv = (sys.executable, "-m", "headrace.cli", "actor", *plan.kinds, "--bus", settings.bus_url, "--node", plan.name)
+    limit = min(EDGE_FROZEN_KILL_S, settings.frozen_kill_s) if "edge" in plan.kinds else settings.frozen_kill_s
+    return NodeSpec(
+        plan.name, argv, env=dict(env), kinds=plan.kinds, frozen_kill_s=limit, log=logs / f"{plan.name}.log"
+    )
+
+
+def tail(path: Path, lines: int = 12) -> str:
+    """Return the end of a log; its last `error:` line alone if there is one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 16_384))
+            text = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    errors = [line for line in text[-lines:] if line.startswith("error:")]
+    return errors[-1] if errors else "\n".join(text[-lines:])
