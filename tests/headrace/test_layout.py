@@ -1,0 +1,56 @@
+"""The layout: pure, from settings to nodes."""
+
+from __future__ import annotations
+
+from headrace.layout import KINDS, drain_order, plan_nodes, threads_per_engine
+from schemas.settings import load
+
+
+def plans(**flags: object) -> list[tuple[str, tuple[str, ...]]]:
+    return [(p.name, p.kinds) for p in plan_nodes(load(flags, environ={}).settings)]
+
+
+def test_the_default_is_one_prefill_two_decode_two_light_nodes_a_store_and_an_edge_alone() -> None:
+    """Any one node may die and another one can take over, but for the edge."""
+    assert plans() == [
+        ("kv-0", ("kv", "transfer")),
+        ("prefill-0", ("prefill",)),
+        ("decode-0", ("decode",)),
+        ("decode-1", ("decode",)),
+        ("light-0", ("admission", "tokenize", "detokenize")),
+        ("light-1", ("admission", "tokenize", "detokenize")),
+        ("edge", ("edge",)),
+    ]
+
+
+def test_isolation_gives_each_actor_a_node_and_keeps_two_of_each_light_kind() -> None:
+    """One process per actor, with the same actors as before."""
+    isolated = plans(isolate=True)
+
+    assert all(len(kinds) == 1 for _, kinds in isolated)
+    assert sorted(k for _, kinds in isolated for k in kinds) == sorted(k for _, kinds in plans() for k in kinds)
+
+
+def test_counts_choose_the_engines() -> None:
+    """Roles are counted separately."""
+    engines = [name for name, kinds in plans(prefill=0, decode=0, both=3) if kinds == ("both",)]
+
+    assert engines == ["both-0", "both-1", "both-2"]
+
+
+def test_every_planned_kind_is_a_known_one() -> None:
+    """The command line takes what the layout asks for."""
+    assert {k for _, kinds in plans(both=1) for k in kinds} == set(KINDS)
+
+
+def test_the_edge_drains_first_and_the_store_last() -> None:
+    """Nothing new comes in before those that hold work are asked to leave."""
+    groups = [[p.name for p in group] for group in drain_order(plan_nodes(load({}, environ={}).settings))]
+
+    assert groups == [["edge"], ["light-0", "light-1"], ["prefill-0", "decode-0", "decode-1"], ["kv-0"]]
+
+
+def test_threads_are_as_set_else_one_per_core() -> None:
+    """An explicit number is taken at its word."""
+    assert threads_per_engine(load({"threads": 5}, environ={}).settings, cores=2) == 5
+    assert threads_per_engine(load({}, environ={}).settings, cores=2) == 2
