@@ -31,7 +31,5 @@ def resident_mb(pid: int) -> dict[str, float]:
 
 
 def _title(process: psutil.Process) -> str:
-    command = process.cmdline()
-    if "--node" in command[:-1]:
-        return command[command.index("--node") + 1]
-    return " ".join(command[:2])[:40] if process.name().startswith("python") else process.name()
+    title = " ".join(process.cmdline())
+    return title.removeprefix("headrace: ")[:40] if title.startswith("headrace: ") else process.name()

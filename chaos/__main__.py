@@ -64,6 +64,13 @@ async def _drive(where: Address, scenarios: list[Scenario], args: argparse.Names
     return outcomes
 
 
+def _script(directory: Path) -> Path:
+    """Write a script for the scripted engine with a pace like that of a small model."""
+    path = directory / "script.json"
+    path.write_text(json.dumps({"pace_s": 0.02, "prefill_s_per_token": 0.0003}))
+    return path
+
+
 async def _run(args: argparse.Namespace) -> int:
     scenarios = resolve(args.name)
     directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
@@ -74,6 +81,8 @@ async def _run(args: argparse.Namespace) -> int:
             where = address(args.instance)
         else:
             instance = Instance(f"chaos-{args.port_base}", log=directory / "up.log")
+            if args.engine == "scripted":
+                args.engine = f"scripted:{_script(directory)}"
             await instance.start("--isolate", "--engine", args.engine, port_base=args.port_base)
             where = instance.address
             _say(f"ready after {instance.ready_after_s:.1f} s; log {instance.log}, history {history}")

@@ -26,6 +26,7 @@ ATTEMPTS = 4  # a round whose fault does not count is run again this often
 BURST = 8
 FROZEN_S = 0.15
 LONG_WORDS = 900  # of prompt text: long enough that computing it takes several heartbeats
+BURST_WORDS = 100
 
 
 @dataclass(slots=True)
@@ -169,8 +170,8 @@ class Runner:
                 self._say(f"    {end.request} failed: {end.data['error']}")
         outcome.longest_gap_s = invariants.longest_gap_s(e for e in events if e.request in names)
 
-    def _long(self, longs: list[workload.Load], label: str) -> asyncio.Task[None]:
-        (load,) = workload.long_prompts(self._model, 1, words=LONG_WORDS, first=self._longs)
+    def _long(self, longs: list[workload.Load], label: str, words: int = LONG_WORDS) -> asyncio.Task[None]:
+        (load,) = workload.long_prompts(self._model, 1, words=words, first=self._longs)
         self._longs += 1
         longs.append(load)
         return asyncio.create_task(self._send(load, f"{label}/{load.key}"))
@@ -209,7 +210,7 @@ class Runner:
     ) -> Done:
         send_signal(seen.beat.pid, signal.SIGSTOP)
         try:
-            extra.extend(self._long(longs, label) for _ in range(BURST))
+            extra.extend(self._long(longs, label, BURST_WORDS) for _ in range(BURST))
             await asyncio.sleep(FROZEN_S)
         finally:
             done = self._faults.kill(seen.beat.pid, seen.name)
