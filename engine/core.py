@@ -358,7 +358,8 @@ class EngineCore:
     def _execute(self, decision: Decision) -> tuple[list[Sampled], str | None]:
         if not decision.grants:
             return [], None
-        plan = BatchPlan(int(self._counts["steps"]), [make_row(self._live[seq.key], count) for seq, count, _ in decision.grants])
+        rows = [make_row(self._live[seq.key], count) for seq, count, _ in decision.grants]
+        plan = BatchPlan(int(self._counts["steps"]), rows)
         self._counts["steps"] += 1
         try:
             return self.runner.execute(plan), None

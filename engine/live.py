@@ -80,8 +80,9 @@ def check_sequence(seq: Sequence, vocab_size: int, max_context: int) -> None:
     # With outputs, a full context is a finished sequence.
     if seq.num_tokens > max_context or (seq.num_tokens == max_context and not seq.outputs):
         raise NeverFits(seq.num_tokens, max_context)
-    if any(not 0 <= ids < vocab_size for edge in (seq.prompt_ids, seq.outputs) if edge for ids in (min(edge), max(edge))):
-        raise BadRequest(f"a token id is outside the vocabulary of {vocab_size}", param="prompt")
+    for ids in (seq.prompt_ids, seq.outputs):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise BadRequest(f"a token id is outside the vocabulary of {vocab_size}", param="prompt")
 
 
 def end_reason(seq: Sequence, eos_ids: frozenset[int], max_context: int) -> str | None:
