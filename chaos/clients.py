@@ -159,9 +159,8 @@ class NativeStream:
 
     def _complete(self, frame: dict[str, Any]) -> bool:
         # A terminal that overtook lost items is not the end yet: they are sent again, and it after them.
-        totals = {choice: total for choice, _reason, total in frame.get("finish", [])}
-        failed = frame["terminal"].get("error") is not None
-        return failed or all(self._next[choice] >= total for choice, total in totals.items())
+        terminal = frame["terminal"]
+        return terminal.get("error") is not None or self._next == terminal["items"]
 
     async def acknowledge(self) -> None:
         """Tell the sender what has arrived."""

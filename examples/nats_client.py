@@ -57,9 +57,9 @@ async def chat(bus: str, token: str | None, body: dict[str, Any], limit_s: float
 
 
 def missing(frame: dict[str, Any], next_index: list[int]) -> bool:
-    """Tell whether items are still missing, by the totals that come with the end."""
-    failed = frame["terminal"].get("error") is not None
-    return not failed and any(next_index[choice] < total for choice, _reason, total in frame.get("finish", []))
+    """Tell whether items are still missing, by the totals per choice that come with the end."""
+    terminal = frame["terminal"]
+    return "error" not in terminal and next_index != terminal["items"]
 
 
 def running_instance(name: str) -> tuple[str, str | None]:

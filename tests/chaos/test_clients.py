@@ -42,7 +42,7 @@ def items(*pairs: tuple[int, str]) -> dict[str, Any]:
     return {"id": "r", "items": [[0, index, index + 100, text, None] for index, text in pairs]}
 
 
-END = {"id": "r", "finish": [[0, "length", 3]], "terminal": {"usage": {"completion_tokens": 3}}}
+END = {"id": "r", "finish": [[0, "length", 3]], "terminal": {"usage": {"completion_tokens": 3}, "items": [3]}}
 
 
 def client(choices: int = 1) -> tuple[NativeStream, Recorder, Wire]:
