@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import bus_access, served
 from headrace.byte_text import ByteText
+from headrace.checks import StartError
 from headrace.layout import ENGINE_KINDS, threads_per_engine
 from schemas.settings import Settings
 
@@ -191,10 +191,29 @@ def _runner(parts: Parts) -> Any:
     if kind == "null":
         from engine.null_runner import NullRunner
 
-        return NullRunner()
-    threads = threads_per_engine(parts.settings)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        return NullRunner(**null_pace(parts.settings.engine.partition(":")[2]))
     from engine.torch_runner import TorchRunner
 
     assert parts.model is not None
-    return TorchRunner(parts.model, dtype=parts.settings.dtype, threads=threads)
+    dtype = "bfloat16" if parts.settings.dtype == "auto" else parts.settings.dtype
+    return TorchRunner(parts.model, dtype=dtype, threads=threads_per_engine(parts.settings))
+
+
+def null_pace(spec: str) -> dict[str, float]:
+    """Return the pace in `decode_s=0.005,prefill_s_per_token=0.0001`.
+
+    Raises:
+        StartError: if it is not such a list.
+    """
+    pace: dict[str, float] = {}
+    for part in filter(None, spec.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            if name not in ("decode_s", "prefill_s_per_token") or float(value) < 0:
+                raise ValueError
+            pace[name] = float(value)
+        except ValueError:
+            raise StartError(
+                f"--engine null: {part!r} is not decode_s=SECONDS or prefill_s_per_token=SECONDS"
+            ) from None
+    return pace

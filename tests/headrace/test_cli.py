@@ -22,7 +22,8 @@ def headrace(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProc
     clean["HEADRACE_RUNTIME_DIR"] = str(cwd / "run")
     return subprocess.run(
         [sys.executable, "-m", "headrace.cli", *arguments],
-        cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False,
+        cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
