@@ -13,13 +13,9 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 MAX_LOG_NBYTES = 32 * 1024 * 1024
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
 def _die_with(parent: int) -> Callable[[], None]:
     """Return what a fresh child does before exec; calls nothing that could take a lock held by another thread."""
-    prctl, getppid, leave = _libc.prctl, os.getppid, os._exit
+    prctl, getppid, leave = ctypes.CDLL(None).prctl, os.getppid, os._exit
     kill_signal = int(signal.SIGKILL)
 
     def before_exec() -> None:

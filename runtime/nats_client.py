@@ -18,7 +18,9 @@ from runtime.wire import decode_headers
 
 _log = logging.getLogger("headrace.bus")
 
-FATAL = ("authorization violation", "authentication", "maximum payload", "account")
+# After anything else a reconnect helps, also after "maximum payload violation": a reloaded server enforces a new
+# limit on open connections without announcing it, and the next connect reads it.
+FATAL = ("authorization violation", "authentication", "account")
 
 
 class HeadraceClient(Client):

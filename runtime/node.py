@@ -172,6 +172,7 @@ class Node:
         await self.control.flush()
         await self.stream.flush()
         self._take_snapshot()
+        self.vitals.tick(self.clock.now(), TICK_S)
         await self._sender.start()
         self.tasks.spawn(self._tick_forever(), name=f"{self.name}-ticks")
         results = await asyncio.gather(*(self._start_actor(h) for h in self._hosted), return_exceptions=True)

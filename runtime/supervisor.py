@@ -260,7 +260,9 @@ class Supervisor:
 
     # --- stopping --------------------------------------------------------------------------------------
 
-    async def stop(self, limit_s: float = 30.0, *, order: Sequence[Sequence[str]] | None = None) -> dict[str, int | None]:
+    async def stop(
+        self, limit_s: float = 30.0, *, order: Sequence[Sequence[str]] | None = None
+    ) -> dict[str, int | None]:
         """Ask all children to leave, kill who has not within `limit_s` in all; returns exit codes by name.
 
         Args:

@@ -54,3 +54,12 @@ def own_nats(nats_binary: str, tmp_path: Path) -> Iterator[NatsServer]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def small_nats(nats_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """Like `nats`, with a `max_payload` of 64 KiB."""
+    server = NatsServer(nats_binary, tmp_path_factory.mktemp("small-nats"), max_payload=65_536)
+    server.start()
+    yield server
+    server.stop()
