@@ -71,7 +71,9 @@ def sequence(name: str, ids: list[int], *, choice: int = 0, max_tokens: int = 20
     return Sequence(Key(name, choice), ids, sampling, **fields)
 
 
-def run(core: EngineCore, *, each: Callable[[StepResult], None] | None = None, limit: int = 5000) -> dict[Key, list[int]]:
+def run(
+    core: EngineCore, *, each: Callable[[StepResult], None] | None = None, limit: int = 5000
+) -> dict[Key, list[int]]:
     """Step until nothing is left to do; the ledger must balance after each step and nothing may fail."""
     ids: dict[Key, list[int]] = {}
     for _ in range(limit):

@@ -289,14 +289,14 @@ def test_activating_what_was_not_reserved_is_refused(tmp_path: Path) -> None:
     blocks = core.reserve(Key("a", 0), 20)
     assert blocks is not None
 
-    for seqs, given, count in (
+    for seqs, named, count in (
         ([sequence("b", prompt(20), outputs=[5])], blocks, 20),
         ([sequence("a", prompt(20), outputs=[5])], [63, 62], 20),
         ([sequence("a", prompt(20), outputs=[5])], blocks, 40),
         ([sequence("a", prompt(20))], blocks, 20),
     ):
         with pytest.raises(BadRequest):
-            core.activate(seqs, given, count)
+            core.activate(seqs, named, count)
 
     core.check_integrity()
     assert core.load()["expected"] == 1 and not core.has_work

@@ -84,6 +84,7 @@ def test_a_sequence_that_cannot_go_on_alone_waits_without_harm() -> None:
     assert Scheduler(SIZE, 64, 8, 32).plan([], [seq("old", 33, computed=32)], 0, 0.0) == Decision()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=10),
