@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from edge.app import Parts, create_app
 from edge.exchange import MAX_OPEN, Exchange
 from edge.generate import Limits
-from edge.health import BUS_GRACE_S, STATES, missing
+from edge.health import STATES, cut_off, missing
 from edge.metrics import EdgeMetrics, MetricsCollector
 from edge.server import AddressUnavailable, HttpServer
 from runtime.actor import Actor, Context
@@ -48,7 +48,6 @@ class EdgeActor(Actor):
         self.metrics = EdgeMetrics(context.telemetry)
         self.exchange = Exchange(context, self.metrics, max_open=max_open)
         self._collector = MetricsCollector(context)
-        self._bus_bad_since: float | None = None
         self._was_ready = False
         parts = Parts(
             context=context, exchange=self.exchange, metrics=self.metrics, collector=self._collector, health=self,
@@ -101,10 +100,6 @@ class EdgeActor(Actor):
 
     def tick(self) -> None:
         """Let time pass for open requests."""
-        if self.context.bus_ok:
-            self._bus_bad_since = None
-        elif self._bus_bad_since is None:
-            self._bus_bad_since = self.clock.now()
         self.exchange.tick()
 
     def member_down(self, ref: Ref, reason: str) -> None:
@@ -128,6 +123,10 @@ class EdgeActor(Actor):
             "oldest_request_age_seconds": self.exchange.oldest_age_s,
         }
 
+    async def metrics_page(self) -> str:
+        """Return the merged metrics of all nodes."""
+        return await self._collector.page()
+
     # --- readiness -------------------------------------------------------------------------------------
 
     @property
@@ -139,9 +138,10 @@ class EdgeActor(Actor):
         """Return why requests cannot be served now."""
         if self.state == "draining":
             return Unavailable("the server is stopping", code="draining", retry_after_s=5.0)
-        if self._bus_bad_since is not None and self.clock.now() - self._bus_bad_since >= BUS_GRACE_S:
+        members = self.context.membership.members(states=STATES)
+        if cut_off(members, self.clock.now()):
             return Unavailable("the bus cannot be reached", code="bus_unavailable", retry_after_s=2.0)
-        reasons = missing(self.context.membership.members(states=STATES))
+        reasons = missing(members)
         if reasons:
             return Unavailable("; ".join(reasons), code="not_ready", retry_after_s=2.0)
         self._was_ready = True

@@ -7,13 +7,18 @@ from collections.abc import Iterable
 from runtime.membership import Member
 
 STATES = ("starting", "ready", "draining", "failed")
-BUS_GRACE_S = 1.0
+SILENCE_S = 1.5
 NEEDED: dict[str, tuple[str, ...]] = {
     "admission": ("admission",),
     "tokenize": ("tokenize",),
     "detokenize": ("detokenize",),
     "decode engine": ("decode", "both"),
 }
+
+
+def cut_off(members: Iterable[Member], now: float) -> bool:
+    """Whether not even this node's own heartbeats come back from the bus; a mere lag of the loop does not count."""
+    return now - max((m.last_heard for m in members), default=now) > SILENCE_S
 
 
 def missing(members: Iterable[Member]) -> list[str]:

@@ -26,7 +26,7 @@ async def test_every_chunk_keeps_the_contract(
     path: str, body: Any, kind: str, prefix: str, options: dict[str, bool] | None
 ) -> None:
     """One id, time and model; the role first; one finish; usage only when asked for; `[DONE]` once, at the end."""
-    async with edge_setup(Answer(texts=[["Hel", "lo", "", "!"]], cached_tokens=2)) as s:
+    async with edge_setup(Answer(texts=[["Hel", "lo", "", "!"]], cached_tokens=2), listen=False) as s:
         response = await s.http.post(path, json=body(stream=True, stream_options=options))
         submit = s.submits[0]
 
@@ -76,7 +76,7 @@ async def test_text_leaves_as_it_comes_and_silence_makes_no_chunk() -> None:
 async def test_a_joined_stream_equals_the_whole_answer(path: str, body: Any) -> None:
     """Text, finish reasons and usage are the same in both forms, for several choices too."""
     answer = Answer(texts=[["one ", "two"], ["\u6f22", "\U0001f600"], []], reasons=["stop", "length", "stop"])
-    async with edge_setup(answer) as s:
+    async with edge_setup(answer, listen=False) as s:
         streamed = await s.http.post(path, json=body(n=3, stream=True, stream_options={"include_usage": True}))
         whole = (await s.http.post(path, json=body(n=3))).json()
 
@@ -91,7 +91,7 @@ async def test_a_joined_stream_equals_the_whole_answer(path: str, body: Any) -> 
 async def test_every_choice_has_its_own_finish_chunk() -> None:
     """Indices are exactly those of the choices, also for two prompts with two choices each."""
     answer = Answer(texts=[["a"], ["b", "b"], ["c"] * 3, ["d"] * 4], reasons=["stop", "length", "stop", "length"])
-    async with edge_setup(answer) as s:
+    async with edge_setup(answer, listen=False) as s:
         body = completion(prompt=["x", "y"], n=2, stream=True, stream_options={"include_usage": True})
         response = await s.http.post(COMPLETION, json=body)
 
@@ -104,7 +104,7 @@ async def test_every_choice_has_its_own_finish_chunk() -> None:
 
 async def test_a_choice_without_text_still_has_a_role_and_a_finish() -> None:
     """An empty answer is an answer."""
-    async with edge_setup(Answer(texts=[[""]])) as s:
+    async with edge_setup(Answer(texts=[[""]]), listen=False) as s:
         chunks = events((await s.http.post(CHAT, json=chat(stream=True))).text)[:-1]
         whole = (await s.http.post(CHAT, json=chat())).json()
 
@@ -116,7 +116,7 @@ async def test_a_choice_without_text_still_has_a_role_and_a_finish() -> None:
 async def test_characters_that_end_lines_elsewhere_are_escaped() -> None:
     """U+2028, U+2029 and U+0085 never stand raw in an event, and arrive unharmed."""
     nasty = "a\u2028b\u2029c\u0085d\r\ne\u2027\u00c2"
-    async with edge_setup(Answer(texts=[[nasty]])) as s:
+    async with edge_setup(Answer(texts=[[nasty]]), listen=False) as s:
         response = await s.http.post(CHAT, json=chat(stream=True))
 
     assert not {"\u2028", "\u2029", "\u0085", "\r"} & set(response.text)
@@ -125,7 +125,9 @@ async def test_characters_that_end_lines_elsewhere_are_escaped() -> None:
 
 async def test_a_failure_after_the_first_byte_is_one_error_event() -> None:
     """No finish and no `[DONE]` follow; the stream closes."""
-    async with edge_setup(Answer(texts=[["a", "b", "c", "d"]], fail_at=(3, EngineFailed("numbers went bad")))) as s:
+    async with edge_setup(
+        Answer(texts=[["a", "b", "c", "d"]], fail_at=(3, EngineFailed("numbers went bad"))), listen=False
+    ) as s:
         response = await s.http.post(CHAT, json=chat(stream=True))
         page = (await s.http.get("/metrics")).text
 
@@ -143,7 +145,7 @@ async def test_a_failure_after_the_first_byte_is_one_error_event() -> None:
 async def test_a_failure_before_the_first_byte_is_a_real_status(stream: bool) -> None:
     """Also when a stream was asked for, and also after acceptance."""
     refusal = Overloaded("too many", code="slo_unreachable", retry_after_s=2.5)
-    async with edge_setup(Answer(refuse=refusal)) as s:
+    async with edge_setup(Answer(refuse=refusal), listen=False) as s:
         refused = await s.http.post(CHAT, json=chat(stream=stream))
         s.peer.answer = lambda _submit: Answer(fail_at=(0, EngineFailed("boom")), texts=[["a"]], hold_at=0)
         failed = await s.http.post(CHAT, json=chat(stream=stream))
@@ -154,6 +156,7 @@ async def test_a_failure_before_the_first_byte_is_a_real_status(stream: bool) ->
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_failed")
 
 
+@pytest.mark.slow
 async def test_a_long_silence_is_filled_with_comments() -> None:
     """Headers leave after one interval at most; comments follow; none after the end; whole answers have none."""
     limits = Limits(keepalive_s=0.05)
@@ -177,13 +180,14 @@ async def test_a_long_silence_is_filled_with_comments() -> None:
 
 async def test_a_bad_request_is_a_real_status_even_where_headers_would_leave_at_once() -> None:
     """Cheap validation comes before headers."""
-    async with edge_setup(Answer(hold_at=0), limits=Limits(keepalive_s=0.001)) as s:
+    async with edge_setup(Answer(hold_at=0), limits=Limits(keepalive_s=0.001), listen=False) as s:
         response = await s.http.post(CHAT, json=chat(stream=True, temperature=3))
 
         assert s.submits == []
     assert response.status_code == 400
 
 
+@pytest.mark.slow
 async def test_a_lost_frame_is_sent_again_and_nothing_is_missing() -> None:
     """Loss of an item and of the terminal cost time, not text."""
     lost: list[Any] = []
@@ -195,7 +199,7 @@ async def test_a_lost_frame_is_sent_again_and_nothing_is_missing() -> None:
             return True
         return False
 
-    async with edge_setup() as s:
+    async with edge_setup(listen=False) as s:
         s.peer.lose = lose
         response = await s.http.post(CHAT, json=chat(stream=True))
 
@@ -206,7 +210,7 @@ async def test_a_lost_frame_is_sent_again_and_nothing_is_missing() -> None:
 
 async def test_the_peer_learns_that_the_end_has_arrived() -> None:
     """The terminal is acknowledged `done`, so that nobody repeats it."""
-    async with edge_setup() as s:
+    async with edge_setup(listen=False) as s:
         await s.http.post(CHAT, json=chat())
         await s.until(lambda: any(a.status == "done" for a in s.peer.acks))
 

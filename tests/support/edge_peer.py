@@ -13,6 +13,7 @@ import httpx
 from edge.actor import EdgeActor
 from edge.generate import Limits
 from runtime.actor import Actor, Context
+from runtime.clock import Clock
 from runtime.node import Node
 from schemas.errors import HeadraceError
 from schemas.items import ACKS, FRAMES, Ack, TextItem, frame, parse_acks
@@ -242,16 +243,18 @@ async def edge_setup(
     engines: bool = True,
     max_open: int = 4096,
     max_payload: int = 1_048_576,
+    clock: Clock | None = None,
+    listen: bool = True,
 ) -> AsyncIterator[EdgeSetup]:
-    """Start an edge on a free port with scripted peers behind it."""
+    """Start an edge on a free port with scripted peers behind it; without `listen` it is called in this process."""
     given = answer if answer is not None else Answer()
     choose = given if callable(given) else (lambda _submit: given)
-    async with MemorySystem(max_payload=max_payload) as system:
+    async with MemorySystem(clock=clock, max_payload=max_payload) as system:
         edge_node = system.node("edge")
         edge_node.add(
             "edge",
             "edge-0",
-            lambda c: EdgeActor(c, models=[MODEL, "alias"], port=0, limits=limits, max_open=max_open),
+            lambda c: EdgeActor(c, models=[MODEL, "alias"], port=0, limits=limits, max_open=max_open, listen=listen),
         )
         peer_nodes = [system.node(f"peer-{i}") for i in range(peers)]
         for i, node in enumerate(peer_nodes):
@@ -263,11 +266,12 @@ async def edge_setup(
             rest.add("decode", "decode-0", DecodePresent)
         await system.start()
         edge = edge_node.actors[0]
-        assert isinstance(edge, EdgeActor) and edge.address is not None
-        url = f"http://127.0.0.1:{edge.address[1]}"
+        assert isinstance(edge, EdgeActor)
+        url = f"http://127.0.0.1:{edge.address[1] if edge.address else 80}"
         found = [a for n in peer_nodes for a in n.actors]
         scripted = [a for a in found if isinstance(a, ScriptedPeer)]
-        async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
+        transport = None if listen else httpx.ASGITransport(edge.app)
+        async with httpx.AsyncClient(base_url=url, timeout=20.0, transport=transport) as http:
             setup = EdgeSetup(system, edge_node, edge, peer_nodes, scripted, rest, url, http)
             if peers and engines:
                 await setup.ready()
