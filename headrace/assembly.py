@@ -191,7 +191,10 @@ def _runner(parts: Parts) -> Any:
     if kind == "null":
         from engine.null_runner import NullRunner
 
-        return NullRunner(**null_pace(parts.settings.engine.partition(":")[2]))
+        pace = null_pace(parts.settings.engine.partition(":")[2])
+        return NullRunner(
+            decode_s=pace.get("decode_s", 0.0), prefill_s_per_token=pace.get("prefill_s_per_token", 0.0)
+        )
     from engine.torch_runner import TorchRunner
 
     assert parts.model is not None
