@@ -131,6 +131,11 @@ class Exchange:
         if not self._submit(request):
             raise Unavailable("no admission actor is running")
         self._open[request.id] = request
+        wall = clock.wall()
+        context = self._context
+        context.telemetry.hop(
+            "hop.edge", traceparent, wall - (clock.now() - received_at), wall, request_id=request.id, api=parsed.api
+        )
         return request
 
     def close(self, request: OpenRequest, *, reason: str = "cancel") -> None:
