@@ -149,7 +149,7 @@ def actor(
     )
     from headrace.commands.actor import run
 
-    sys.exit(run(_with_bus(loaded, config), kinds, node=node, actor_id=actor_id))
+    sys.exit(run(_with_bus(loaded), kinds, node=node, actor_id=actor_id))
 
 
 @app.command()
@@ -189,7 +189,7 @@ def ps(as_json: AsJson = False, bus: BusUrl = None, instance: Instance = None, p
        bus_token: BusToken = None, config: ConfigFile = None) -> None:  # fmt: skip
     """List the actors that speak on the bus: kind, id, pid, epoch, state, load."""
     loaded = _load(config, bus_url=bus, bus_token=bus_token, instance=instance, port_base=port_base)
-    settings = _with_bus(loaded, config).settings
+    settings = _with_bus(loaded).settings
     from headrace.commands.ps import show
     from schemas.errors import HeadraceError
 
@@ -247,24 +247,23 @@ def _find(loaded: Loaded) -> InstanceState:
         _fail(str(exc))
 
 
-def _with_bus(loaded: Loaded, config: str | None) -> Loaded:
-    """Fill in the bus of the running instance where none is given."""
+def _with_bus(loaded: Loaded) -> Loaded:
+    """Where no bus is given, join the running instance: its bus, and its settings below one's own."""
     if loaded.settings.bus_url:
         return loaded
     from schemas.settings import Loaded as Pair
     from schemas.settings import load
 
     state = _find(loaded)
-    environ = loaded.to_env() | {"HEADRACE_BUS_URL": state.bus_url}
-    if state.bus_token:
-        environ["HEADRACE_BUS_TOKEN"] = state.bus_token
-    if state.model and not loaded.settings.model:
-        environ["HEADRACE_MODEL"] = state.model
-    filled = load({}, environ=environ)
-    found = f"instance {state.instance}"
-    sources = {k: found if not v.startswith("default") and loaded.sources[k] == "default" else loaded.sources[k]
-               for k, v in filled.sources.items()}  # fmt: skip
-    return Pair(filled.settings, sources)
+    token = {"HEADRACE_BUS_TOKEN": state.bus_token} if state.bus_token else {}
+    environ = state.env | loaded.to_env() | {"HEADRACE_BUS_URL": state.bus_url} | token
+    joined = load({}, environ=environ)
+    theirs = f"instance {state.instance}"
+    sources = {
+        name: own if own != "default" or source == "default" else theirs
+        for (name, source), own in zip(joined.sources.items(), loaded.sources.values(), strict=True)
+    }
+    return Pair(joined.settings, sources)
 
 
 def _fail(*lines: str, code: int = 1) -> NoReturn:

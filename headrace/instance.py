@@ -26,7 +26,7 @@ class InstanceState:
     bus_token: str
     logs: str
     nodes: list[str] = field(default_factory=list)
-    model: str = ""
+    env: dict[str, str] = field(default_factory=dict)  # its settings, for nodes that join it by hand
 
     @property
     def alive(self) -> bool:

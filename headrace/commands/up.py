@@ -30,6 +30,7 @@ from schemas.settings import Loaded, Settings, load
 # Beyond the drain limit: the engines, the store and the bus have to leave too.
 STOP_MARGIN_S = 1.5
 POLL_S = 0.05
+SECRETS = frozenset({"HEADRACE_BUS_TOKEN", "HEADRACE_BUS_PASSWORD"})
 
 
 def run(loaded: Loaded) -> int:
@@ -139,7 +140,7 @@ class _Up:
         self.console.print(f"[bold]headrace[/bold] {self.loaded.settings.instance_name}; logs in {self.logs}")
         with self.console.status("starting the bus") as status:
             settings, env = await self._connect()
-            self._write_state(settings, plans)
+            self._write_state(settings, env, plans)
             assert self.supervisor is not None
             for plan in plans:
                 await self.supervisor.add(nodes.node_spec(plan, settings, env, self.logs))
@@ -190,7 +191,7 @@ class _Up:
     async def _watch_stop(self) -> None:
         await self.stop.wait()
 
-    def _write_state(self, settings: Settings, plans: list[NodePlan]) -> None:
+    def _write_state(self, settings: Settings, env: dict[str, str], plans: list[NodePlan]) -> None:
         instance.write_state(
             self.loaded.settings.runtime_path,
             instance.InstanceState(
@@ -202,7 +203,7 @@ class _Up:
                 bus_token=bus_access.secret(settings.bus_token) or "",
                 logs=str(self.logs),
                 nodes=[plan.name for plan in plans],
-                model=str(self.model or ""),
+                env={name: text for name, text in env.items() if name not in SECRETS},
             ),
         )
 
