@@ -16,7 +16,7 @@ class NoInstance(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InstanceState:
-    """What a running instance says about itself; the file is readable by its owner alone, for it holds the token."""
+    """What a running instance says about itself; the file is readable by its owner alone, for it holds secrets."""
 
     instance: str
     pid: int

@@ -30,7 +30,6 @@ from schemas.settings import Loaded, Settings, load
 # Beyond the drain limit: the engines, the store and the bus have to leave too.
 STOP_MARGIN_S = 1.5
 POLL_S = 0.05
-SECRETS = frozenset({"HEADRACE_BUS_TOKEN", "HEADRACE_BUS_PASSWORD"})
 
 
 def run(loaded: Loaded) -> int:
@@ -203,7 +202,7 @@ class _Up:
                 bus_token=bus_access.secret(settings.bus_token) or "",
                 logs=str(self.logs),
                 nodes=[plan.name for plan in plans],
-                env={name: text for name, text in env.items() if name not in SECRETS},
+                env=env,
             ),
         )
 
