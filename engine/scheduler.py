@@ -126,15 +126,14 @@ class _Draft:
 
     def grant(self, seq: Sequence) -> None:
         """Give a running sequence its tokens; younger ones make room for it."""
-        wanted = min(seq.num_uncomputed, self.budget, self.limits.max_chunk)
-        if wanted <= 0 or seq.key in self.preempted:
+        if seq.num_uncomputed <= 0 or self.budget <= 0 or seq.key in self.preempted:
             return
         size, have = self.limits.block_tokens, len(seq.blocks)
         room = have * size - seq.num_computed
         while room + self.free * size < 1:
             if not self._preempt_younger(seq):
                 return
-        count = min(wanted, room + self.free * size)
+        count = min(seq.num_uncomputed, self.budget, self.limits.max_chunk, room + self.free * size)
         blocks = -(-(seq.num_computed + count) // size) - have if count > room else 0
         self.budget -= count
         self.free -= blocks

@@ -160,6 +160,20 @@ def test_steps_that_fail_one_after_the_other_are_a_crash(
     assert engine.call(lambda core: core.pool.in_use).result(BOUND_S) == 0
 
 
+def test_failed_steps_with_good_ones_between_are_no_crash(
+    engine: EngineThread, listener: Listener, runner: Fragile
+) -> None:
+    """Only failures in a row count."""
+    for number in range(2 * MAX_CRASHES):
+        runner.faults = 1
+        for name in (f"bad{number}", f"good{number}"):
+            engine.call(lambda core, n=name: core.add(sequence(n, prompt(5)))).result(BOUND_S)
+            listener.wait_gone(name)
+
+    assert engine.call(lambda core: core.pool.in_use).result(BOUND_S) == 0
+    assert listener.crashes == []
+
+
 def test_a_fault_of_the_core_itself_fails_its_sequences_and_no_more(
     engine: EngineThread, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

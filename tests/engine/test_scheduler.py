@@ -79,6 +79,16 @@ def test_the_youngest_gives_its_blocks_to_the_oldest() -> None:
     assert not decision.admit
 
 
+def test_what_a_preempted_sequence_was_granted_comes_back() -> None:
+    """A younger decode row had its token and block already: the older prompt gets both, and the victim's own blocks."""
+    running = [seq("old", 20, computed=19), seq("prompt", 200, computed=32), seq("young", 33, computed=32)]
+
+    decision = Scheduler(SIZE, 49, 8, 48).plan([], running, 1, 0.0)
+
+    assert decision.preempt == (Key("young", 0),)
+    assert names(decision) == {"old": 1, "prompt": 48}
+
+
 def test_a_sequence_that_cannot_go_on_alone_waits_without_harm() -> None:
     """If blocks are held by nobody who can be preempted, the oldest simply waits."""
     assert Scheduler(SIZE, 64, 8, 32).plan([], [seq("old", 33, computed=32)], 0, 0.0) == Decision()
