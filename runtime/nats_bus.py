@@ -25,6 +25,7 @@ OUTBOX_NBYTES = 32 * 1024 * 1024
 SOCKET_NBYTES = 1024 * 1024  # written but not taken by the kernel; beyond it the outbox waits
 MAX_HEADS = 8192  # remembered protocol heads, one per subject
 WATCHDOG_S = 1.0
+CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -155,10 +156,14 @@ class NatsBus:
         self._watchdog = self._clock.spawn(self._watch(), name=f"bus-watchdog-{self.name}")
 
     async def _watch(self) -> None:
-        """Reconnect when a loop of nats-py has died while it still calls itself connected."""
+        """Reconnect when a loop of nats-py has died: the one that reads, or the one that reconnects."""
         while not self._closing:
             await self._clock.sleep(WATCHDOG_S)
-            if self._client.up and not self._client.loops_alive and not self._closing:
+            if self._client.stuck and not self._closing:
+                self._count["deaf_reconnects"] += 1
+                _log.error("the reconnect of connection %s has died; starting another", self.name)
+                self._client.reconnect_again()
+            elif self._client.up and not self._client.loops_alive and not self._closing:
                 self._count["deaf_reconnects"] += 1
                 _log.error("the read loop of connection %s has died; reconnecting", self.name)
                 await self._client.force_reconnect()
@@ -407,11 +412,14 @@ class NatsBus:
         for sid in list(self._client.routes):
             self._client.routes[sid].close()
             self._forget(sid)
-        try:
-            async with asyncio.timeout(2.0):
-                await self._client.close()
-        except (TimeoutError, nats.errors.Error, OSError) as exc:
-            _log.warning("closing connection %s: %r", self.name, exc)
+        # In a task of its own: nats-py can raise a CancelledError here that nobody asked for, when it has cancelled
+        # a reconnect that waited on the same transport.
+        closing = self._loop.create_task(self._client.close())
+        await asyncio.wait({closing}, timeout=CLOSE_S)
+        if not closing.done():
+            closing.cancel()
+        elif not closing.cancelled() and (error := closing.exception()) is not None:
+            _log.warning("closing connection %s: %r", self.name, error)
 
 
 def _shown(urls: list[str]) -> str:

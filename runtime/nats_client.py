@@ -5,6 +5,7 @@ Touches private parts of nats-py, which is why its version is pinned.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,20 @@ class HeadraceClient(Client):
         """Whether the tasks that read, ping and flush still run; a dead one leaves the client deaf but CONNECTED."""
         tasks = (self._reading_task, self._ping_interval_task, self._flusher_task)
         return all(t is not None and not t.done() for t in tasks)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the connection is down and nobody is bringing it back."""
+        if self._status in (Client.CONNECTED, Client.CLOSED):
+            return False
+        return self._reconnection_task is None or bool(self._reconnection_task.done())
+
+    def reconnect_again(self) -> None:
+        """Start a reconnect that has died: a cancelled wait on the old transport's end kills the next one too."""
+        self._status = Client.RECONNECTING
+        self._ps.reset()
+        self._transport = None
+        self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         self.received += 1

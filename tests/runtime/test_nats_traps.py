@@ -321,6 +321,32 @@ async def test_trap_5_requests_work_again_after_each_restart_of_the_server(own_n
     await bus.close()
 
 
+@pytest.mark.slow
+async def test_trap_5_a_reconnect_that_dies_is_started_again(own_nats: NatsServer, bus: NatsBus) -> None:
+    """When nats-py's own reconnect task ends without a connection, nobody else would try."""
+    own_nats.kill()
+    await until(lambda: not bus.connected and bus._client._reconnection_task is not None)
+    assert bus._client._reconnection_task is not None
+    bus._client._reconnection_task.cancel()
+    await until(lambda: bus._client.stuck)
+    own_nats.start()
+    await until(lambda: bus.connected)
+    assert await _echo(bus) == b"alive"
+    assert bus.statistics()["deaf_reconnects"] == 1
+
+
+async def test_trap_5_a_close_during_a_reconnect_raises_nothing(own_nats: NatsServer) -> None:
+    """At whatever moment of an outage a connection is closed, its owner is not cancelled by it."""
+    buses = [await NatsBus.connect(own_nats.url, name=f"b{i}", clock=CLOCK) for i in range(12)]
+    own_nats.kill()
+    for bus in buses:
+        await asyncio.sleep(0.003)
+        await bus.close()
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+    assert not any(bus.connected for bus in buses)
+
+
 async def test_trap_5_a_bus_that_is_not_there_is_an_error_within_its_bound() -> None:
     """With endless reconnects the first connect of nats-py never ends; ours names the address and gives up."""
     async with asyncio.timeout(3):
