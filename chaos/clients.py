@@ -111,6 +111,11 @@ def _error(status: int, text: str) -> dict[str, Any]:
     return {**error, "status": status}
 
 
+def bare_id(request_id: str) -> str:
+    """Return a request id without the prefix that the HTTP API puts before it."""
+    return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+
+
 class NativeStream:
     """One request of a native client: collects frames, drops what is out of order, acknowledges."""
 

@@ -13,15 +13,17 @@ import httpx
 from nats.aio.client import Client as Nats
 
 from chaos import invariants, workload
-from chaos.clients import http_chat, native_chat
+from chaos.clients import bare_id, http_chat, native_chat
 from chaos.faults import Done, Faults, send_signal
 from chaos.gremlin import TAIL, Gremlin, Progress, Strike
 from chaos.history import Event, Recorder
-from chaos.invariants import Answer, Violation
+from chaos.invariants import Answer, Idle, Violation
 from chaos.scenarios import Scenario
 from chaos.watch import Seen, Watch
 
 READY_LIMIT_S = 90.0
+QUIET_S = 2.4  # the bound on stopping, and a heartbeat more
+CAPS = {"running": 64, "waiting": 1024}  # what an engine may hold, as it is set by default
 ATTEMPTS = 4  # a round whose fault does not count is run again this often
 BURST = 8
 FROZEN_S = 0.15
@@ -125,6 +127,7 @@ class Runner:
     async def _round(self, scenario: Scenario, round_: int, label: str) -> Outcome:
         outcome = Outcome(scenario.name)
         start = len(self._recorder.events)
+        engines = {s.name for s in self._watch.live("prefill", "decode", "both")}
         names = [f"{label}/{load.key}" for load in self._loads]
         longs: list[workload.Load] = []
         tasks = [
@@ -139,8 +142,9 @@ class Runner:
             struck = await self._strike(scenario, gremlin, names, longs, extra, label)
             await asyncio.sleep(0.005)
         await asyncio.gather(*tasks, *extra)
-        await self._faults.settle()
+        await asyncio.sleep(QUIET_S)  # loads in the quiet after the last ending: they show that work stopped
         events = self._recorder.events[start:]
+        await self._faults.settle()
         if struck is not None:
             outcome.performed = 1
             outcome.effective = int(self._counts(scenario, events, *struck, names))
@@ -152,14 +156,17 @@ class Runner:
         if longs:
             await self.whole()
             await self._refer(longs)  # after the fault: before it, their prompts would be in the cache
-        self._judge(outcome, events, names)
+        victims = {struck[1].victim} if struck is not None else set()
+        self._judge(outcome, events, names, {e: Idle() for e in engines - victims})
         return outcome
 
-    def _judge(self, outcome: Outcome, events: list[Event], names: list[str]) -> None:
+    def _judge(self, outcome: Outcome, events: list[Event], names: list[str], idle: dict[str, Idle]) -> None:
         outcome.violations = (
             invariants.one_ending(events)
             + invariants.no_gap_no_repeat(events)
             + invariants.same_text(events, self.references)
+            + invariants.work_stops(events, idle)
+            + invariants.bounded(events, CAPS)
         )
         ends = [e for e in events if e.kind == "terminal"]
         outcome.compared = sum(e.data["error"] is None for e in ends)
@@ -180,7 +187,7 @@ class Runner:
         out = []
         for name, load in zip(names, self._loads, strict=True):
             if name in self._recorder.ids and name not in self._recorder.ended:
-                out.append(Progress(_bare(self._recorder.ids[name]), self._recorder.done[name], load.total))
+                out.append(Progress(bare_id(self._recorder.ids[name]), self._recorder.done[name], load.total))
         return out
 
     async def _strike(
@@ -219,11 +226,11 @@ class Runner:
     def _pending(self, longs: list[workload.Load], label: str) -> frozenset[str]:
         names = [f"{label}/{load.key}" for load in longs]
         waiting = [n for n in names if n in self._recorder.ids and not self._recorder.done[n]]
-        return frozenset(_bare(self._recorder.ids[n]) for n in waiting if n not in self._recorder.ended)
+        return frozenset(bare_id(self._recorder.ids[n]) for n in waiting if n not in self._recorder.ended)
 
     def _counts(self, scenario: Scenario, events: list[Event], strike: Strike, done: Done, names: list[str]) -> bool:
         """Say, with hindsight, whether the fault counts."""
-        ids = {name: _bare(self._recorder.ids[name]) for name in names if name in self._recorder.ids}
+        ids = {name: bare_id(self._recorder.ids[name]) for name in names if name in self._recorder.ids}
         for name, request_id in ids.items():
             items = [e.t for e in events if e.request == name and e.kind == "item"]
             after = sum(t > done.at for t in items)
@@ -236,11 +243,6 @@ class Runner:
         others = {e.request for e in events if e.kind == "accepted" and e.t < done.at} - set(names)
         begun = {e.request for e in events if e.kind == "item" and e.t < done.at}
         return bool(others - begun)
-
-
-def _bare(request_id: str) -> str:
-    """Return a request id without the prefix that the HTTP API puts before it."""
-    return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def summary(outcomes: list[Outcome], *, seed: int, engine: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from chaos import invariants
-from chaos.clients import http_chat, native_chat
+from chaos.clients import bare_id, http_chat, native_chat
 from chaos.history import Recorder
 from chaos.instance import COMMAND, Address, InstanceFailed, add_options, serving
 from chaos.watch import Watch
@@ -69,27 +69,51 @@ class Traffic:
         await asyncio.gather(*(worker(load) for load in self._loads))
 
 
-async def start_by_hand(where: Address, args: argparse.Namespace) -> asyncio.subprocess.Process:
-    """Start one decode node the way a person would, from another terminal."""
-    argv = [*COMMAND, "actor", "decode", "--bus", where.bus, "--node", NODE, "--engine", args.engine]
-    env = {**os.environ, "HEADRACE_BUS_TOKEN": where.token}
-    return await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, stderr=None, env=env)
+class ByHand:
+    """One decode node, started the way a person would: from a terminal, which is where its ready line goes."""
 
+    def __init__(self) -> None:
+        self._terminal, self._other_end = os.openpty()
+        self._seen = b""
+        self._ready = asyncio.Event()
+        self.process: asyncio.subprocess.Process
+        self.ready_at = 0.0
 
-async def ready_line(process: asyncio.subprocess.Process, limit_s: float = 90.0) -> float:
-    """Wait for its ready line; returns when it came.
+    async def start(self, where: Address, args: argparse.Namespace) -> None:
+        """Start it."""
+        argv = [*COMMAND, "actor", "decode", "--bus", where.bus, "--node", NODE, "--engine", args.engine]
+        env = {**os.environ, "HEADRACE_BUS_TOKEN": where.token}
+        self.process = await asyncio.create_subprocess_exec(*argv, stdout=self._other_end, env=env)
+        os.close(self._other_end)
+        asyncio.get_running_loop().add_reader(self._terminal, self._read)
 
-    Raises:
-        InstanceFailed: if the process ends first.
-        TimeoutError: if it does not come in time.
-    """
-    assert process.stdout is not None
-    async with asyncio.timeout(limit_s):
-        async for line in process.stdout:
-            print(f"  {line.decode(errors='replace').rstrip()}", flush=True)
-            if b"ready" in line:
-                return time.monotonic()
-    raise InstanceFailed(f"the node ended with {await process.wait()} before it was ready")
+    def _read(self) -> None:
+        try:
+            data = os.read(self._terminal, 4096)
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._terminal)
+            self._ready.set()
+            return
+        self._seen += data
+        if b"ready" in self._seen and not self.ready_at:
+            self.ready_at = time.monotonic()
+            print(f"  {self._seen.decode(errors='replace').strip()}", flush=True)
+            self._ready.set()
+
+    async def ready(self, limit_s: float = 90.0) -> float:
+        """Wait for its ready line; returns when it came.
+
+        Raises:
+            InstanceFailed: if the process ends first.
+            TimeoutError: if it does not come in time.
+        """
+        async with asyncio.timeout(limit_s):
+            await self._ready.wait()
+        if not self.ready_at:
+            raise InstanceFailed(f"the node ended with {await self.process.wait()} before it was ready")
+        return self.ready_at
 
 
 async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
@@ -103,9 +127,11 @@ async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
         traffic = Traffic(recorder, streams(model, args.streams, args.tokens), http, nats)
         references = await traffic.references()
         running = asyncio.create_task(traffic.run())
-        process = await start_by_hand(where, args)
+        node = ByHand()
+        await node.start(where, args)
+        process = node.process
         try:
-            ready_at = await ready_line(process)
+            ready_at = await node.ready()
 
             def mine(w: Watch) -> frozenset[str]:
                 return frozenset().union(*(s.held for s in w.live("decode") if s.beat.node == NODE))
@@ -115,7 +141,7 @@ async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
             # Leave while it is in the middle of streams.
             await watch.until(
                 lambda w: any(recorder.done[n] >= 4 for n, i in recorder.ids.items()
-                              if n not in recorder.ended and i.split("-")[-1] in mine(w)),
+                              if n not in recorder.ended and bare_id(i) in mine(w)),
                 timeout_s=30.0, what="the new node in the middle of a stream",
             )  # fmt: skip
             held = len(mine(watch))
