@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from engine.lending import Lending
@@ -13,6 +14,7 @@ from engine.live import (
     HeldBlocks,
     Live,
     NeverFits,
+    Outcome,
     StepResult,
     check_sequence,
     end_reason,
@@ -161,7 +163,10 @@ class EngineCore:
         if taking_part and taking_part + num_choices > self.scheduler.max_running:
             return None
         needed = num_blocks_for(num_tokens)
-        if not self._has_room(needed):
+        # What waits here comes first, or a stream of hand-offs would keep it waiting for ever.
+        head = next(iter(self._waiting.values()), None)
+        queued = 0 if head is None else num_blocks_for(len(head.context))
+        if not self._has_room(needed) or not self.pool.can_allocate(needed + queued):
             return None
         return self._lent.expect(key, needed, num_choices)
 
@@ -260,8 +265,8 @@ class EngineCore:
         ended = self._expire()
         decision = self._schedule()
         sampled, crash = self._execute(decision)
-        verdicts = self._commit(decision, sampled, crash)
-        return self._emit(decision, verdicts, ended, crash, started)
+        outcome = self._commit(decision, sampled, crash)
+        return self._emit(decision, outcome, ended, crash, started)
 
     def fail_running(self, message: str) -> StepResult:
         """Fail every sequence that takes part in steps: the core's own step went wrong, so none can be trusted."""
@@ -288,8 +293,9 @@ class EngineCore:
             self._preempt(decision)
             if not decision.grants:
                 # Shared blocks made the gain look smaller than it was: what is free now is the truth.
-                decision = self._plan()
-                self._preempt(decision)
+                again = self._plan()
+                self._preempt(again)
+                decision = replace(again, preempt=decision.preempt + again.preempt)
         self._allocate(decision)
         return decision
 
@@ -367,17 +373,12 @@ class EngineCore:
             self._counts["crashes"] += 1
             return [], f"{type(exc).__name__}: {exc}"
 
-    def _commit(
-        self, decision: Decision, sampled: list[Sampled], crash: str | None
-    ) -> tuple[list[Sampled], list[Live], list[tuple[Live, str]], list[tuple[Live, str]]]:
+    def _commit(self, decision: Decision, sampled: list[Sampled], crash: str | None) -> Outcome:
         """Account for what was computed: items, prompts to hold, endings, failures."""
         by_key: dict[Key, list[Sampled]] = {}
         for one in sampled:
             by_key.setdefault(one.key, []).append(one)
-        items: list[Sampled] = []
-        held: list[Live] = []
-        ended: list[tuple[Live, str]] = []
-        failed: list[tuple[Live, str]] = []
+        out = Outcome([], [], [], [])
         for seq, count, _ in decision.grants:
             live = self._live[seq.key]
             got = by_key.get(seq.key, [])
@@ -386,7 +387,7 @@ class EngineCore:
             if error is None and len(got) != wanted:
                 error = f"the runner chose {len(got)} ids where {wanted} were wanted"
             if error is not None:
-                failed.append((live, error))
+                out.failed.append((live, error))
                 continue
             was_prefilling = live.prefilling
             seq.num_computed += count
@@ -395,27 +396,22 @@ class EngineCore:
                 self._offer(live)
             if not wanted:
                 continue
-            items += got
+            out.items.extend(got)
             if seq.handoff:
-                held.append(live)
+                out.held.append(live)
                 continue
             seq.outputs.append(got[0].id)
             live.context.append(got[0].id)
             reason = self._end_reason(live)
             if reason is not None:
-                ended.append((live, reason))
-        return items, held, ended, failed
+                out.ended.append((live, reason))
+        return out
 
     def _emit(
-        self,
-        decision: Decision,
-        verdicts: tuple[list[Sampled], list[Live], list[tuple[Live, str]], list[tuple[Live, str]]],
-        over: list[tuple[Key, str]],
-        crash: str | None,
-        started: float,
+        self, decision: Decision, outcome: Outcome, over: list[tuple[Key, str]], crash: str | None, started: float
     ) -> StepResult:
         """Settle the phases and report."""
-        items, held, ended, failed = verdicts
+        items, held, ended, failed = outcome
         cached: dict[Key, int] = {}
         for key in {one.key for one in items if one.index == 0} if items else ():
             cached[key] = self._live[key].seq.num_cached

@@ -114,6 +114,15 @@ def make_row(live: Live, count: int) -> Row:
     )
 
 
+class Outcome(NamedTuple):
+    """What became of the sequences of one step."""
+
+    items: list[Sampled]
+    held: list[Live]
+    ended: list[tuple[Live, str]]
+    failed: list[tuple[Live, str]]
+
+
 class Candidate(NamedTuple):
     """A full prompt block that was computed here and may be stored."""
 

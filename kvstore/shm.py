@@ -104,11 +104,6 @@ class AttachedPool:
         except OSError:
             return False
 
-    def close(self) -> None:
-        """Unmap, at once or when the last view is gone."""
-        self._view.release()
-        _unmap(self._map)
-
 
 _attached: OrderedDict[tuple[str, str], AttachedPool] = OrderedDict()
 _attached_lock = threading.Lock()

@@ -316,6 +316,22 @@ def test_reservations_leave_the_oldest_room_to_finish(tmp_path: Path) -> None:
     assert len(run(core)[Key("old", 0)]) == 127
 
 
+def test_what_waits_here_is_not_kept_waiting_by_hand_offs(tmp_path: Path) -> None:
+    """Blocks that come free go to the head of the queue before they are lent to new reservations."""
+    core = make_core(tmp_path, num_blocks=16)
+    core.add(sequence("runs", prompt(60, 1), max_tokens=40))
+    core.step()
+    core.step()
+    core.add(sequence("waits", prompt(190, 2), max_tokens=2))
+    refused = core.reserve(Key("new", 0), 48)
+    first: list[str] = []
+
+    run(core, each=lambda result: first.extend(key.request_id for key, _ in result.ended))
+
+    assert refused is None and first == ["runs", "waits"]
+    assert core.reserve(Key("new", 0), 48) is not None
+
+
 # --- endings ----------------------------------------------------------------------------------------
 
 
