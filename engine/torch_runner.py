@@ -71,16 +71,19 @@ class TorchRunner:
         self._lines = flat.view(-1, self.config.kv_width)
 
     @torch.inference_mode()
+    def logits(self, rows: list[Row]) -> torch.Tensor:
+        """Compute rows, write their KV, and return float32 logits `[rows with sample, vocab]`."""
+        assert self._lines is not None, "bind a pool first"
+        return self._model.forward(rows, self._lines, [i for i, row in enumerate(rows) if row.sample])
+
+    @torch.inference_mode()
     def execute(self, plan: BatchPlan) -> list[Sampled]:
         """Compute one step; returns one `Sampled` per choice of each row with `sample`, in the order of rows."""
         if not plan.rows:
             return []
-        assert self._lines is not None, "bind a pool first"
-        wanted = [i for i, row in enumerate(plan.rows) if row.sample]
-        logits = self._model.forward(plan.rows, self._lines, wanted)
+        logits = self.logits(plan.rows)
         sampled = []
-        for at, i in enumerate(wanted):
-            row = plan.rows[i]
+        for at, row in enumerate(row for row in plan.rows if row.sample):
             for choice in row.choices:
                 picked = choose(logits[at], row.sampling, choice, row.index)
                 logprob = None if picked.error else picked.logprob

@@ -108,7 +108,10 @@ class Transformer:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 logits `[rows, vocab]` of hidden rows `[rows, hidden]` (float32)."""
         normed = rms_norm(x, self.weights.norm, self.config.norm_eps, self.dtype)
-        return linear(normed, self.weights.head, self.exact.min_rows).float()
+        return self._linear(normed, self.weights.head).float()
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight, self.exact.min_rows[weight.shape])
 
     def _hidden(self, runs: Sequence[Run], lines: torch.Tensor) -> torch.Tensor:
         """Run all layers; returns the residual stream, float32 `[tokens, hidden]`."""
@@ -136,7 +139,7 @@ class Transformer:
     ) -> torch.Tensor:
         c = self.config
         normed = rms_norm(x, layer.attn_norm, c.norm_eps, self.dtype)
-        qkv = linear(normed, layer.qkv, self.exact.min_rows)
+        qkv = self._linear(normed, layer.qkv)
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias
         qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
@@ -149,7 +152,7 @@ class Transformer:
                 self._attend_rows(part, shift, q, lines, out)
             else:
                 self._attend_tiles(part, shift, q, lines, out)
-        return linear(out, layer.out, self.exact.min_rows)
+        return self._linear(out, layer.out)
 
     def _attend_rows(self, part: _Rows, shift: int, q: torch.Tensor, lines: torch.Tensor, out: torch.Tensor) -> None:
         c = self.config
@@ -172,8 +175,8 @@ class Transformer:
 
     def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         normed = rms_norm(x, layer.ffn_norm, self.config.norm_eps, self.dtype)
-        gated = silu_mul(linear(normed, layer.gate_up, self.exact.min_rows))
-        return linear(gated, layer.down, self.exact.min_rows)
+        gated = silu_mul(self._linear(normed, layer.gate_up))
+        return self._linear(gated, layer.down)
 
     def _block_lines(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the pool line of each block's first key in layer 0."""
