@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from runtime.bus import BusMessage, Handler
 from runtime.clock import Clock
@@ -127,10 +129,10 @@ class MemoryBroker:
         if not high:
             member.pending.offer(message)
             return
-        # Later messages of one publisher never overtake earlier ones.
-        now = self.clock.now()
-        at = max(now + low + (high - low) * self.clock.random(), source._not_before.get(id(member.bus), 0.0))
-        source._not_before[id(member.bus)] = at
+        # Later messages of one publisher never overtake earlier ones; timers of one moment fire in no order.
+        at = self.clock.now() + low + (high - low) * self.clock.random()
+        at = max(at, math.nextafter(source._not_before.get(member.bus, 0.0), math.inf))
+        source._not_before[member.bus] = at
         asyncio.get_running_loop().call_at(at, member.pending.offer, message)
 
 
@@ -151,7 +153,7 @@ class MemoryBus:
         self._closed = False
         self._frozen = False
         self._held: list[BusMessage] = []
-        self._not_before: dict[int, float] = {}
+        self._not_before: WeakKeyDictionary[MemoryBus, float] = WeakKeyDictionary()
         self._connected_since = broker.clock.now()
         self._count = dict.fromkeys(
             ("published", "published_bytes", "dropped_disconnected", "dropped_outbox_full", "disconnects",

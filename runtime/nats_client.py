@@ -58,7 +58,6 @@ class HeadraceClient(Client):
         """Start a reconnect that has died: a cancelled wait on the old transport's end kills the next one too."""
         self._status = Client.RECONNECTING
         self._ps.reset()
-        self._transport = None
         self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
@@ -99,6 +98,12 @@ class HeadraceClient(Client):
     async def _process_connect_init(self) -> None:
         await super()._process_connect_init()
         self.connected_since = self._now()
+
+    async def _connect_to_server(self, s: Any) -> None:
+        # nats-py forgets the socket of a handshake that failed instead of closing it.
+        if self._transport is not None and self._transport:
+            self._transport.close()  # type: ignore[no-untyped-call]
+        await super()._connect_to_server(s)
 
     def take_commands(self) -> list[bytes]:
         """Take nats-py's own unsent commands, so that ours keep their place behind them."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -19,6 +20,18 @@ from tests.support.nats_server import NatsServer
 def anyio_backend() -> str:
     """Run async tests on asyncio, which is what production runs on."""
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls() -> Iterator[None]:
+    """A call of our packages that blocks a running event loop fails the test."""
+    with blockbuster_ctx(["runtime", "actors", "edge"]) as detector:
+        for function in detector.functions.values():
+            # Starting a process blocks for a moment by nature; the supervisor has nothing else to do meanwhile.
+            function.can_block_in("runtime/child.py", {"__init__", "_ended"})
+            # A file of spans is for tests and debugging.
+            function.can_block_in("runtime/spans.py", {"record"})
+        yield
 
 
 def _binary() -> str:
