@@ -1,0 +1,366 @@
+"""The detokenize hop: ids to text, stop strings, the finish, and frames to whoever asked.
+
+It alone writes to a reply subject once it is opened (R4), decides the finish by item index (R8), repeats frames until
+they are acknowledged (R5), and answers `fenced` to whatever comes under a lower fence (R3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import msgpack
+import orjson
+
+from actors.sessions import KEEPALIVE_S, Session
+from runtime.actor import Actor, Context
+from runtime.bus import BusMessage
+from schemas import messages as m
+from schemas import subjects
+from schemas.errors import Cancelled, DeadlineExceeded, from_info
+from schemas.items import ACKS, FRAMES, ITEMS, Ack, ItemBatch, acks_body, frame, parse_acks, parse_items
+from schemas.record import Fence
+from schemas.subjects import Ref
+
+MAX_SESSIONS = 8192
+FINISHED_RESEND_S = 0.2
+# "No responders" is a suspicion; three within this time are a client that has left (R6).
+NO_RESPONDER_WINDOW_S = 2.0
+NO_RESPONDERS = 3
+RETIRED = 4096
+
+
+class Vocabulary(Protocol):
+    """What the detokenizer needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    def visible_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that an output token shows; control tokens show nothing."""
+        ...
+
+
+class DetokenizeActor(Actor):
+    """Holds one `Session` per open request.
+
+    Args:
+        load_vocabulary: called once in a thread; the actor is ready when it returns.
+    """
+
+    kind: ClassVar[str] = "detokenize"
+
+    def __init__(self, context: Context, *, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        super().__init__(context)
+        self._load_vocabulary = load_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._sessions: dict[str, Session] = {}
+        self._fences: OrderedDict[str, Fence] = OrderedDict()  # of requests that ended here, newest last
+        self._dirty_acks: dict[Ref, set[str]] = {}
+        telemetry = context.telemetry
+        self._tokens = telemetry.counter("detokenize_items_total", "Items received in order")
+        self._fenced = telemetry.counter("detokenize_fenced_total", "Item batches refused under a lower fence")
+        self._resent = telemetry.counter("detokenize_frames_resent_total", "Frames repeated unacknowledged")
+
+    async def start(self) -> None:
+        """Load the vocabulary and listen for native clients' acknowledgements."""
+        self._vocabulary = await asyncio.get_running_loop().run_in_executor(None, self._load_vocabulary)
+        await self.context.subscribe(subjects.acks_of(self.ref), self._on_native_ack)
+        self.state = "ready"
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream depends on this actor."""
+        return not any(not s.ended or not s.client_done for s in self._sessions.values())
+
+    def load(self) -> dict[str, Any]:
+        """Open sessions, and the ids of some of them."""
+        live = [s.request_id for s in self._sessions.values() if not s.ended]
+        return {"running": len(live), "waiting": 0, "requests": live[:64]}
+
+    def statistics(self) -> dict[str, float]:
+        """Sessions held, ended ones included."""
+        return {"sessions": len(self._sessions)}
+
+    # --- control --------------------------------------------------------------------------------
+
+    def receive(self, message: m.Message, sender: Ref | None) -> None:
+        """Open, fence, close and settle."""
+        match message:
+            case m.Open():
+                self._open(message, sender)
+            case m.FenceIds():
+                self._fence_ids(message, sender)
+            case m.Close():
+                self._close(message, sender)
+            case m.Closed():
+                session = self._sessions.get(message.request_id)
+                if session is not None and sender == session.source:
+                    session.engine_closed = True
+                    self._retire(session)
+            case m.FinishedAck():
+                session = self._sessions.get(message.request_id)
+                if session is not None:
+                    session.finished_acked = True
+                    self._retire(session)
+            case _:
+                self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
+
+    def _open(self, msg: m.Open, sender: Ref | None) -> None:
+        if self._vocabulary is None or sender is None:
+            return  # repeated until answered
+        now, wall = self.clock.now(), self.clock.wall()
+        session = self._sessions.get(msg.request_id)
+        if session is not None:
+            session.reopen(msg)
+            session.record = session.record.model_copy(update={"owner": msg.record.owner})
+        else:
+            if len(self._sessions) >= MAX_SESSIONS:
+                return  # the owner repeats, or chooses another
+            if self._fences.get(msg.request_id, msg.fence) > msg.fence:
+                return
+            session = Session.open(
+                msg,
+                token_bytes=self._vocabulary.visible_bytes,
+                eos_ids=self._vocabulary.eos_ids,
+                now=now,
+                remaining_s=msg.deadline - wall,
+            )
+            self._sessions[msg.request_id] = session
+        self.context.send(sender, m.Opened(request_id=msg.request_id, fence=msg.fence))
+
+    def _fence_ids(self, msg: m.FenceIds, sender: Ref | None) -> None:
+        if sender is None:
+            return
+        session = self._sessions.get(msg.request_id)
+        if session is None:
+            self.context.send(sender, m.FencedIds(request_id=msg.request_id, fence=msg.fence, known=False))
+            return
+        session.fence = max(session.fence, msg.fence)
+        session.last_item_at = self.clock.now()
+        answer = m.FencedIds(
+            request_id=msg.request_id,
+            fence=msg.fence,
+            known=True,
+            outputs=[list(c.text.ids) for c in session.choices],
+            finished=[i for i, c in enumerate(session.choices) if c.finished],
+            ended=session.ended,
+        )
+        self.context.send(sender, answer)
+
+    def _close(self, msg: m.Close, sender: Ref | None) -> None:
+        session = self._sessions.get(msg.request_id)
+        if session is not None and msg.fence >= session.fence:
+            session.fence = msg.fence
+            error = from_info(msg.error) if msg.error is not None else None
+            now = self.clock.now()
+            if error is not None:
+                session.end(error, now)
+            else:
+                session.end(Cancelled(f"closed: {msg.reason}"), now, silent=True)
+                session.finished_acked = True
+                self._fences[msg.request_id] = msg.fence
+            self._after(session, now)
+            self._flush([session])
+        reply = msg.reply or sender
+        if reply is not None:
+            self.context.send(reply, m.Closed(request_id=msg.request_id, fence=msg.fence))
+
+    # --- items in -------------------------------------------------------------------------------
+
+    def receive_hot(self, kind: str, body: list[Any], sender: Ref | None) -> None:
+        """Items from engines, acknowledgements from edges."""
+        if sender is None:
+            return
+        if kind == ITEMS:
+            self._items(parse_items(body), sender)
+        elif kind == ACKS:
+            now = self.clock.now()
+            touched = []
+            for ack in parse_acks(body):
+                session = self._sessions.get(ack.request_id)
+                if session is not None:
+                    self._client_ack(session, ack, now)
+                    touched.append(session)
+            self._flush(touched)
+
+    def _items(self, batches: list[ItemBatch], sender: Ref) -> None:
+        now = self.clock.now()
+        urgent: list[Ack] = []
+        touched: list[Session] = []
+        for batch in batches:
+            session = self._sessions.get(batch.request_id)
+            if session is None:
+                fence = self._fences.get(batch.request_id, batch.fence)
+                urgent.append(Ack(batch.request_id, fence, "done", [], 0))
+                continue
+            if batch.fence < session.fence:
+                self._fenced.inc()
+                urgent.append(Ack(batch.request_id, session.fence, "fenced", [], 0))
+                continue
+            session.fence = batch.fence
+            finished = sum(c.finished for c in session.choices)
+            before = session.completion_tokens
+            session.accept(batch, sender, now)
+            self._tokens.inc(session.completion_tokens - before)
+            touched.append(session)
+            if session.ended:
+                self._after(session, now)
+            if session.ended or sum(c.finished for c in session.choices) != finished:
+                urgent.append(session.engine_ack())
+            else:
+                self._dirty_acks.setdefault(sender, set()).add(session.request_id)
+        self._flush(touched)
+        if urgent:
+            self.context.send_hot(sender, ACKS, acks_body(urgent))
+
+    def _after(self, session: Session, now: float) -> None:
+        """An ending was decided: tell the engine and the owner; both are repeated by `tick`."""
+        if session.source is not None and not session.engine_closed:
+            self._close_engine(session)
+        self._tell_owner(session, now)
+
+    def _close_engine(self, session: Session) -> None:
+        assert session.source is not None
+        close = m.Close(request_id=session.request_id, fence=session.fence, reason="finish", reply=self.ref)
+        self.context.send(session.source, close)
+
+    def _tell_owner(self, session: Session, now: float) -> None:
+        session.next_finished = now + FINISHED_RESEND_S
+        if not session.finished_acked:
+            self.context.send(session.record.owner, session.finished_message(self.clock.wall()))
+
+    # --- frames out -----------------------------------------------------------------------------
+
+    def _flush(self, sessions: list[Session]) -> None:
+        """Send what the clients' windows allow, one message per edge."""
+        now = self.clock.now()
+        boxes: dict[str, list[dict[str, Any]]] = {}
+        for session in sessions:
+            while (out := session.take_frame(now)) is not None:
+                if session.record.reply.mode == "mailbox":
+                    boxes.setdefault(session.record.reply.subject, []).append(out)
+                else:
+                    self._publish(session, out)
+        for subject, frames in boxes.items():
+            self.context.send_hot(subjects.parse_mailbox(subject), FRAMES, frames)
+
+    def _publish(self, session: Session, out: dict[str, Any]) -> None:
+        reply = session.record.reply
+        data = orjson.dumps(out) if reply.encoding == "json" else msgpack.packb(out, use_bin_type=True)
+        self.context.publish(reply.subject, data, reply=subjects.ack(self.ref, session.request_id))
+
+    def _on_native_ack(self, message: BusMessage) -> None:
+        session = self._sessions.get(message.subject.rsplit(".", 1)[-1])
+        if session is None:
+            return
+        now = self.clock.now()
+        if message.no_responders:
+            self._no_responders(session, now)
+            return
+        try:
+            body = (
+                orjson.loads(message.payload)
+                if session.record.reply.encoding == "json"
+                else msgpack.unpackb(message.payload)
+            )
+            nexts = [int(n) for n in body.get("next", [])]
+            status = "done" if body.get("done") else "ok"
+            window = int(body.get("window", 0))
+        except (ValueError, TypeError, AttributeError, msgpack.exceptions.UnpackException):
+            self.context.telemetry.log.warning("malformed acknowledgement", request_id=session.request_id)
+            return
+        self._client_ack(session, Ack(session.request_id, session.fence, status, nexts, window), now)
+        self._flush([session])
+
+    def _client_ack(self, session: Session, ack: Ack, now: float) -> None:
+        if ack.status == "fenced":
+            session.fence = max(session.fence, ack.fence)
+            session.end(Cancelled("a newer owner serves this request"), now, silent=True)
+            session.finished_acked = True
+            self._after(session, now)
+            return
+        session.client_ack(ack.status, ack.next, ack.window, now)
+        if ack.status == "done" and not session.ended:
+            session.end(Cancelled("the client wants no more"), now, silent=True)
+            self._after(session, now)
+        everything = session.ended and all(c.acked >= len(c.items) for c in session.choices)
+        if everything and session.terminal_sent and session.record.reply.mode == "inbox":
+            session.client_done = True
+        self._retire(session)
+
+    def _no_responders(self, session: Session, now: float) -> None:
+        """Three in two seconds, on a connection that is older than that, are a client that has left."""
+        marks = [t for t in session.no_responder_at if now - t < NO_RESPONDER_WINDOW_S]
+        session.no_responder_at = [*marks, now]
+        if len(session.no_responder_at) >= NO_RESPONDERS and self.context.bus_ok:
+            session.end(Cancelled("nobody listens on the reply subject"), now, silent=True)
+            session.client_done = True
+            self._after(session, now)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Acknowledge, repeat, keep alive, report stalls, end what is past its deadline."""
+        now = self.clock.now()
+        for source, ids in self._dirty_acks.items():
+            acks = [self._sessions[i].engine_ack() for i in ids if i in self._sessions]
+            if acks:
+                self.context.send_hot(source, ACKS, acks_body(acks))
+        self._dirty_acks.clear()
+        resend = []
+        for session in list(self._sessions.values()):
+            if session.ended:
+                self._tick_ended(session, now)
+            elif now >= session.deadline:
+                session.end(DeadlineExceeded("the request's deadline passed"), now)
+                self._after(session, now)
+                resend.append(session)
+            elif session.stalled(now):
+                nexts = [len(c.text.ids) for c in session.choices]
+                stalled = m.Stalled(request_id=session.request_id, fence=session.fence, next=nexts)
+                self.context.send(session.record.owner, stalled)
+            if session.rewind(now):
+                self._resent.inc()
+                resend.append(session)
+            elif now - session.last_frame_at >= KEEPALIVE_S and not session.ended:
+                session.last_frame_at = now
+                if session.record.reply.mode == "inbox":
+                    self._publish(session, frame(session.request_id, session.fence))
+            elif not session.client_done:
+                resend.append(session)
+        self._flush(resend)
+
+    def _tick_ended(self, session: Session, now: float) -> None:
+        if now >= session.next_finished:
+            if not session.engine_closed and session.source is not None:
+                if self.context.membership.is_up(session.source):
+                    self._close_engine(session)
+                else:
+                    session.engine_closed = True
+            self._tell_owner(session, now)
+        if now >= session.deadline + 1.0 or (session.silent and now >= session.last_frame_at + 5.0):
+            session.client_done = session.finished_acked = session.engine_closed = True
+        self._retire(session)
+
+    def _retire(self, session: Session) -> None:
+        if session.settled and self._sessions.pop(session.request_id, None) is not None:
+            self._fences[session.request_id] = session.fence
+            while len(self._fences) > RETIRED:
+                self._fences.popitem(last=False)
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """Forget what a dead edge or owner would still have to answer."""
+        if reason != "exit":
+            return
+        now = self.clock.now()
+        for session in list(self._sessions.values()):
+            if session.source == ref:
+                session.engine_closed = True
+            if session.record.owner == ref:
+                session.finished_acked = True
+            if session.record.reply.subject == ref.subject and not session.ended:
+                session.end(Cancelled("the edge is gone"), now, silent=True)
+                self._after(session, now)
+            self._retire(session)

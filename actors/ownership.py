@@ -1,0 +1,556 @@
+"""The owner's view of its requests: pure. Messages and failures in, messages out; `now` is an argument.
+
+A request is driven towards what it needs, in this order: an open detokenizer, prompt ids, the ids that have already
+reached the detokenizer (after a failure), engines. Whatever is lost is struck out and `_advance` asks for it again
+under a higher fence; so every failover, redirect and first run is the same code. Unanswered messages are repeated.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.placement import Placement
+from schemas import messages as m
+from schemas.errors import Cancelled, DeadlineExceeded, HeadraceError, from_info
+from schemas.record import Fence, Record
+from schemas.subjects import Ref
+
+RESEND_S = 0.2
+OWNER_GRACE_S = 0.3  # the detokenizer ends a stream at its deadline, the owner this much later
+CLOSING_S = 2.0
+MAX_OPEN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one actor."""
+
+    to: Ref
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Anycast:
+    """Send a message to any actor of a kind."""
+
+    kind: str
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """Write the terminal frame of a request from here: no detokenizer holds it."""
+
+    record: Record
+    fence: Fence
+    error: HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The request is over: settle quota, write the log line, count."""
+
+    record: Record
+    outcome: str  # a finish reason, or the error's code
+    finished: m.Finished | None
+    failovers: int
+    accepted_at: float
+    timeline: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """Something that served the request is gone; counted by what and why."""
+
+    request_id: str
+    kind: str
+    reason: str
+
+
+Directive = Send | Anycast | Terminal | Ended | Failover
+
+
+class Stage(enum.Enum):
+    """Whether a request is being served or only cleaned up."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True)
+class Owned:
+    """All that the owner knows of one request."""
+
+    record: Record
+    fence: Fence
+    body: dict[str, Any]
+    accepted_at: float  # monotonic
+    deadline: float  # monotonic
+    max_tokens: int | None
+    stage: Stage = Stage.OPEN
+    tokenized: bool = False
+    detok: Ref | None = None
+    opened: bool = False
+    ever_dispatched: bool = False
+    ids_current: bool = True  # whether `outputs` is what the detokenizer holds under this fence
+    outputs: list[list[int]] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    placement: Placement | None = None
+    dispatched: bool = False
+    started: bool = False  # decode runs it after a hand-off
+    redirect: bool = False  # the engine must still be told of a new detokenizer
+    probing: bool = False
+    suspects: set[Ref] = field(default_factory=set)
+    to_close: dict[Ref, m.Close] = field(default_factory=dict)
+    next_send: float = 0.0
+    closing_until: float = 0.0
+    failovers: int = 0
+    retry_at: float = 0.0
+    timeline: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def engines(self) -> list[Ref]:
+        """The engines that may hold work of it now."""
+        if self.placement is None:
+            return []
+        return [self.placement.first] + ([self.placement.decode] if self.placement.decode else [])
+
+    @property
+    def runner(self) -> Ref | None:
+        """The engine that makes, or will make, its items."""
+        if self.placement is None:
+            return None
+        return self.placement.decode or self.placement.first
+
+
+class Ownership:
+    """Table of the requests that one admission actor owns.
+
+    Args:
+        me: the owner's address, part of every fence.
+        is_up: whether an incarnation may still answer.
+        choose_engines: `(record, suspects) -> Placement | None`; called again until it gives one.
+        choose_detokenizer: `(record) -> Ref | None`.
+    """
+
+    def __init__(
+        self,
+        me: Ref,
+        *,
+        is_up: Callable[[Ref], bool],
+        choose_engines: Callable[[Record, frozenset[Ref]], Placement | None],
+        choose_detokenizer: Callable[[Record], Ref | None],
+        context_limit: Callable[[], int],
+    ) -> None:
+        self._me = me
+        self._is_up = is_up
+        self._choose_engines = choose_engines
+        self._choose_detokenizer = choose_detokenizer
+        self._context_limit = context_limit
+        self._owned: dict[str, Owned] = {}
+
+    def __len__(self) -> int:
+        return len(self._owned)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._owned
+
+    @property
+    def full(self) -> bool:
+        """Whether no more requests can be owned."""
+        return len(self._owned) >= MAX_OPEN
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return sum(1 for o in self._owned.values() if o.stage is Stage.OPEN)
+
+    def get(self, request_id: str) -> Owned | None:
+        """Return what is known of a request."""
+        return self._owned.get(request_id)
+
+    def ids(self, limit: int) -> list[str]:
+        """Return the ids of at most `limit` open requests."""
+        out = []
+        for request_id, o in self._owned.items():
+            if o.stage is Stage.OPEN:
+                out.append(request_id)
+                if len(out) == limit:
+                    break
+        return out
+
+    def oldest_age_s(self, now: float) -> float:
+        """Age of the oldest open request."""
+        return max((now - o.accepted_at for o in self._owned.values() if o.stage is Stage.OPEN), default=0.0)
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def admit(
+        self, record: Record, body: dict[str, Any], *, term: int, max_tokens: int | None, remaining_s: float, now: float
+    ) -> list[Directive]:
+        """Own a request from now on; `remaining_s` is the time to its deadline."""
+        owned = Owned(
+            record=record,
+            fence=Fence(term, f"{self._me.id}.{self._me.epoch}", 0),
+            body=body,
+            accepted_at=now,
+            deadline=now + remaining_s,
+            max_tokens=max_tokens,
+        )
+        self._owned[record.request_id] = owned
+        return self._advance(owned, now)
+
+    def raise_term(self, request_id: str, term: int, now: float) -> list[Directive]:
+        """The client asks again under a higher term: everything that serves it learns the new fence."""
+        owned = self._owned[request_id]
+        if term <= owned.fence.term or owned.stage is Stage.CLOSING:
+            return []
+        owned.fence = Fence(term, owned.fence.owner, owned.fence.n)
+        return self._lose_engines(owned, now) + self._reopen(owned) + self._advance(owned, now)
+
+    def on_tokenized(self, msg: m.Tokenized, now: float) -> list[Directive]:
+        """Prompt ids are there, or the prompt is refused."""
+        owned = self._open(msg.request_id)
+        if owned is None or owned.tokenized:
+            return []
+        if msg.error is not None:
+            return self._end_with(owned, from_info(msg.error), now)
+        longest = max(len(p) for p in msg.prompt_ids)
+        max_tokens = owned.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._context_limit() - longest)
+        sampling = owned.record.sampling.model_copy(update={"max_tokens": max_tokens})
+        owned.record = owned.record.model_copy(update={"prompt_ids": msg.prompt_ids, "sampling": sampling})
+        owned.outputs = [[] for _ in range(owned.record.num_choices)]
+        owned.tokenized = True
+        owned.body = {}
+        owned.timeline["tokenized"] = now
+        owned.next_send = now
+        return self._reopen(owned) + self._advance(owned, now)
+
+    def on_opened(self, msg: m.Opened, sender: Ref, now: float) -> list[Directive]:
+        """The detokenizer holds the request."""
+        owned = self._open(msg.request_id)
+        if owned is None or sender != owned.detok or msg.fence != owned.fence or not owned.tokenized:
+            return []
+        owned.opened = True
+        owned.next_send = now
+        return self._advance(owned, now)
+
+    def on_fenced_ids(self, msg: m.FencedIds, sender: Ref, now: float) -> list[Directive]:
+        """The detokenizer refuses older work and says what has arrived."""
+        owned = self._open(msg.request_id)
+        if owned is None or sender != owned.detok or msg.fence != owned.fence or owned.ids_current:
+            return []
+        if not msg.known:
+            owned.opened = False
+            return self._advance(owned, now)
+        if msg.ended:
+            return []  # its `Finished` is on the way
+        owned.outputs = [list(ids) for ids in msg.outputs]
+        owned.finished = list(msg.finished)
+        owned.ids_current = True
+        owned.next_send = now
+        return self._advance(owned, now)
+
+    def on_dispatched(self, msg: m.Dispatched, sender: Ref, now: float) -> list[Directive]:
+        """An engine holds the work, has started it after a hand-off, or refuses it."""
+        owned = self._open(msg.request_id)
+        if owned is None or owned.placement is None or msg.fence != owned.fence:
+            return []
+        if msg.error is not None:
+            return self._engine_refused(owned, sender, from_info(msg.error), now)
+        if msg.started:
+            owned.started = owned.started or sender == owned.placement.decode
+        elif sender == owned.placement.first:
+            owned.dispatched = True
+            owned.timeline.setdefault("dispatched", now)
+            owned.started = owned.started or owned.placement.decode is None
+        return []
+
+    def on_engine_error(self, msg: m.EngineError, sender: Ref, now: float) -> list[Directive]:
+        """An engine gave the request up."""
+        owned = self._open(msg.request_id)
+        if owned is None or msg.fence != owned.fence:
+            closed = m.Closed(request_id=msg.request_id, fence=msg.fence)
+            return [Send(sender, closed)]
+        return self._engine_refused(owned, sender, from_info(msg.error), now)
+
+    def on_redirected(self, msg: m.Redirected, sender: Ref, now: float) -> list[Directive]:
+        """The engine sends to the new detokenizer, or does not know the request."""
+        owned = self._open(msg.request_id)
+        if owned is None or msg.fence != owned.fence or sender != owned.runner:
+            return []
+        owned.probing = False
+        if msg.known:
+            owned.redirect = False
+            owned.started = True
+            return []
+        return self._fail_engines(owned, sender, "lost", now)
+
+    def on_stalled(self, msg: m.Stalled, heard_s: Callable[[Ref], float], now: float) -> list[Directive]:
+        """No ids for a second: ask the engine, unless its silence is about to be noticed anyway."""
+        owned = self._open(msg.request_id)
+        if owned is None or msg.fence != owned.fence or not owned.dispatched or owned.runner is None:
+            return []
+        if owned.started and heard_s(owned.runner) < 1.0:
+            owned.probing = True
+            return self._redirect(owned)
+        return []
+
+    def on_finished(self, msg: m.Finished, sender: Ref, now: float) -> list[Directive]:
+        """The detokenizer has ended the stream."""
+        ack = Send(sender, m.FinishedAck(request_id=msg.request_id, fence=msg.fence))
+        owned = self._open(msg.request_id)
+        if owned is None or msg.fence < owned.fence:
+            return [ack]
+        outcome = "stop" if msg.error is None else str(msg.error.get("code") or "error")
+        if msg.error is None and "length" in msg.finish_reasons:
+            outcome = "length"
+        owned.timeline["ended"] = now
+        return [ack, *self._close(owned, "finish", now), self._ended(owned, outcome, msg)]
+
+    def on_closed(self, msg: m.Closed, sender: Ref, now: float) -> list[Directive]:
+        """An actor has nothing left of the request."""
+        owned = self._owned.get(msg.request_id)
+        if owned is not None:
+            pending = owned.to_close.get(sender)
+            if pending is not None and pending.fence <= msg.fence:
+                del owned.to_close[sender]
+            if owned.stage is Stage.CLOSING and not owned.to_close:
+                del self._owned[msg.request_id]
+        return []
+
+    def cancel(self, request_id: str, reason: str, now: float) -> list[Directive]:
+        """The client has left: stop everywhere."""
+        owned = self._open(request_id)
+        if owned is None:
+            return []
+        owned.fence = owned.fence.next()
+        owned.timeline["ended"] = now
+        return [*self._close(owned, reason, now), self._ended(owned, Cancelled.default_code or reason, None)]
+
+    def edge_down(self, edge_subject: str, now: float) -> list[Directive]:
+        """An edge incarnation is gone with all its connections: cancel what it asked for."""
+        out: list[Directive] = []
+        for o in list(self._owned.values()):
+            if o.stage is Stage.OPEN and o.record.reply.subject == edge_subject:
+                out += self.cancel(o.record.request_id, "edge_gone", now)
+        return out
+
+    def member_down(self, ref: Ref, reason: str, now: float) -> list[Directive]:
+        """An incarnation has exited, is silent, or is draining away (`exit`, `silent`, `drain`)."""
+        out: list[Directive] = []
+        for o in list(self._owned.values()):
+            if reason == "exit" and ref in o.to_close:
+                del o.to_close[ref]
+                if o.stage is Stage.CLOSING and not o.to_close:
+                    del self._owned[o.record.request_id]
+            if o.stage is Stage.CLOSING:
+                continue
+            if ref == o.detok:
+                out += self._lose_detok(o, ref, reason, now)
+            elif ref in o.engines:
+                out += self._engine_down(o, ref, reason, now)
+        return out
+
+    def tick(self, now: float) -> list[Directive]:
+        """Repeat what is unanswered, end what is past its deadline, forget what is closed."""
+        out: list[Directive] = []
+        for o in list(self._owned.values()):
+            if o.stage is Stage.CLOSING:
+                if now >= o.closing_until or not o.to_close:
+                    del self._owned[o.record.request_id]
+                elif now >= o.next_send:
+                    o.next_send = now + RESEND_S
+                    out += [Send(to, msg) for to, msg in o.to_close.items()]
+            elif now >= o.deadline + OWNER_GRACE_S:
+                out += self._expire(o, now)
+            elif now >= o.next_send:
+                out += [Send(to, msg) for to, msg in o.to_close.items()]
+                out += self._advance(o, now)
+        return out
+
+    # --- the drive ------------------------------------------------------------------------------
+
+    def _advance(self, o: Owned, now: float) -> list[Directive]:
+        """Ask for the first thing that is missing; called on every event and again every `RESEND_S`."""
+        o.next_send = now + RESEND_S
+        if o.detok is None or not self._is_up(o.detok):
+            o.detok, o.opened = self._choose_detokenizer(o.record), False
+        out: list[Directive] = []
+        if not o.tokenized:
+            out.append(Anycast("tokenize", self._tokenize(o)))
+            return out
+        if not o.opened:
+            if o.detok is not None:
+                out.append(Send(o.detok, self._open_message(o)))
+            return out
+        if o.redirect:
+            return self._redirect(o)
+        if o.placement is None:
+            if now < o.retry_at:
+                return []
+            if not o.ids_current and o.detok is not None:
+                return [Send(o.detok, m.FenceIds(**self._head(o)))]
+            o.placement = self._choose_engines(o.record, frozenset(o.suspects))
+            o.dispatched = o.started = False
+        if o.placement is None or o.detok is None:
+            return []
+        if not o.dispatched:
+            o.ever_dispatched = True
+            out.append(Send(o.placement.first, self._dispatch(o, o.placement, o.detok)))
+        elif o.probing:
+            out += self._redirect(o)
+        return out
+
+    def _head(self, o: Owned) -> dict[str, Any]:
+        return {
+            "request_id": o.record.request_id,
+            "fence": o.fence,
+            "deadline": o.record.deadline,
+            "traceparent": o.record.traceparent,
+        }
+
+    def _tokenize(self, o: Owned) -> m.Tokenize:
+        return m.Tokenize(
+            **self._head(o),
+            api=o.record.api,
+            body=o.body,
+            limit=self._context_limit(),
+            max_tokens=o.max_tokens,
+            reply=self._me,
+        )
+
+    def _open_message(self, o: Owned) -> m.Open:
+        return m.Open(**self._head(o), record=o.record)
+
+    def _dispatch(self, o: Owned, placement: Placement, detok: Ref) -> m.Dispatch:
+        return m.Dispatch(
+            **self._head(o),
+            record=o.record,
+            detokenize=detok,
+            decode=placement.decode,
+            outputs=o.outputs,
+            finished=o.finished,
+            reply=self._me,
+        )
+
+    def _redirect(self, o: Owned) -> list[Directive]:
+        if o.runner is None or o.detok is None:
+            return []
+        return [Send(o.runner, m.Redirect(**self._head(o), detokenize=o.detok, reply=self._me))]
+
+    # --- losses ---------------------------------------------------------------------------------
+
+    def _reopen(self, o: Owned) -> list[Directive]:
+        o.opened = False
+        return []
+
+    def _engine_down(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
+        placement = o.placement
+        if placement is not None and ref == placement.first and placement.decode is not None and o.started:
+            return []  # handed over already: the prefill engine holds nothing of it
+        if reason == "drain" and placement is not None and ref == placement.first and placement.decode is not None:
+            return []  # a draining prefill finishes its hand-offs
+        if placement is not None and ref == placement.first and placement.decode is not None and o.dispatched:
+            # It may have been handed over a moment ago: decode knows.
+            o.suspects.add(ref)
+            o.probing = True
+            return self._redirect(o)
+        return self._fail_engines(o, ref, reason, now)
+
+    def _fail_engines(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
+        o.suspects.add(ref)
+        o.failovers += 1
+        report = Failover(o.record.request_id, ref.kind, reason)
+        o.fence = o.fence.next()
+        return [report, *self._lose_engines(o, now), *self._advance(o, now)]
+
+    def _lose_engines(self, o: Owned, now: float) -> list[Directive]:
+        """Strike the engines out under the present fence; they are told to drop their work."""
+        out: list[Directive] = []
+        for ref in o.engines:
+            close = m.Close(**self._head(o), reason="fenced", reply=self._me)
+            out.append(Send(ref, close))
+            if self._is_up(ref):
+                o.to_close[ref] = close
+        o.placement = None
+        o.dispatched = o.started = o.redirect = o.probing = False
+        o.ids_current = not o.ever_dispatched
+        return out
+
+    def _lose_detok(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
+        o.failovers += 1
+        o.fence = o.fence.next()
+        out: list[Directive] = [Failover(o.record.request_id, ref.kind, reason)]
+        if self._is_up(ref) or reason in ("silent", "drain"):
+            o.to_close[ref] = m.Close(**self._head(o), reason="fenced", reply=self._me)
+            out.append(Send(ref, o.to_close[ref]))
+        o.detok = self._choose_detokenizer(o.record)
+        o.opened = False
+        if o.started:
+            o.redirect = True  # the engine has every id and repeats them from 0
+        elif o.placement is not None:
+            out += self._lose_engines(o, now)
+        if not o.redirect:
+            # What the lost detokenizer had is gone with it: the new one gets everything from index 0.
+            o.outputs = [[] for _ in range(o.record.num_choices)]
+            o.finished = []
+            o.ids_current = True
+        return [*out, *self._advance(o, now)]
+
+    def _engine_refused(self, o: Owned, sender: Ref, error: HeadraceError, now: float) -> list[Directive]:
+        if error.status == 503 or isinstance(error, Cancelled):  # full or draining: somewhere else, a little later
+            o.retry_at = now + RESEND_S
+            o.fence = o.fence.next()
+            o.suspects.add(sender)
+            return [*self._lose_engines(o, now), *self._advance(o, now)]
+        return self._end_with(o, error, now)
+
+    # --- endings --------------------------------------------------------------------------------
+
+    def _end_with(self, o: Owned, error: HeadraceError, now: float) -> list[Directive]:
+        """End with an error: the detokenizer writes it if it holds the request, otherwise this owner does."""
+        if o.opened and o.detok is not None and self._is_up(o.detok):
+            for ref in o.engines:
+                o.to_close[ref] = m.Close(**self._head(o), reason="error", reply=self._me)
+            o.placement, o.dispatched, o.redirect, o.ids_current = None, False, False, True
+            o.retry_at = float("inf")  # nothing more is placed; its `Finished` will end it
+            o.to_close[o.detok] = m.Close(**self._head(o), reason="error", error=error.info(), reply=self._me)
+            return [Send(to, msg) for to, msg in o.to_close.items()]
+        o.fence = o.fence.next()
+        o.timeline["ended"] = now
+        terminal = Terminal(o.record, o.fence, error)
+        return [terminal, *self._close(o, "drop", now), self._ended(o, error.code or "error", None)]
+
+    def _expire(self, o: Owned, now: float) -> list[Directive]:
+        """The detokenizer should have ended it by now: fence everything and end it from here."""
+        o.fence = o.fence.next()
+        o.timeline["ended"] = now
+        error = DeadlineExceeded("the request's deadline passed")
+        terminal = Terminal(o.record, o.fence, error)
+        return [terminal, *self._close(o, "expire", now), self._ended(o, error.code or "error", None)]
+
+    def _close(self, o: Owned, reason: str, now: float) -> list[Directive]:
+        o.stage = Stage.CLOSING
+        o.closing_until = now + CLOSING_S
+        o.next_send = now + RESEND_S
+        targets = [r for r in (*o.engines, o.detok, *o.to_close) if r is not None]
+        if reason == "finish":
+            targets = [r for r in targets if r != o.detok]
+        o.to_close = {
+            ref: m.Close(**self._head(o), reason=reason, reply=self._me) for ref in targets if self._is_up(ref)
+        }
+        o.body = {}
+        return [Send(to, msg) for to, msg in o.to_close.items()]
+
+    def _ended(self, o: Owned, outcome: str, finished: m.Finished | None) -> Ended:
+        return Ended(o.record, outcome, finished, o.failovers, o.accepted_at, dict(o.timeline))
+
+    def _open(self, request_id: str) -> Owned | None:
+        owned = self._owned.get(request_id)
+        return owned if owned is not None and owned.stage is Stage.OPEN else None

@@ -1,0 +1,241 @@
+"""What a detokenizer holds per request: text per choice, what the client has acknowledged, how it ended. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.text import ChoiceText, TextRules, TokenBytes
+from schemas import messages as m
+from schemas.errors import HeadraceError, ReplayMismatch
+from schemas.items import Ack, ItemBatch, TextItem, frame
+from schemas.record import Fence, Record
+from schemas.subjects import Ref
+
+RESEND_S = 0.3
+STALL_S = 1.0
+KEEPALIVE_S = 1.0
+# How far a client that grants no window of its own may lag behind, in items per choice.
+DEFAULT_WINDOW = 256
+MAX_ITEMS_PER_FRAME = 512
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice: its text, every item of it, and how far the client has them."""
+
+    text: ChoiceText
+    items: list[TextItem] = field(default_factory=list)
+    sent: int = 0
+    acked: int = 0
+    finish_sent: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last item is known."""
+        return self.text.finish_reason is not None
+
+
+@dataclass(slots=True)
+class Session:
+    """One request. `source` is the engine that sends its ids."""
+
+    record: Record
+    fence: Fence
+    choices: list[Choice]
+    opened_at: float
+    deadline: float  # monotonic
+    source: Ref | None = None
+    cached_tokens: int = 0
+    error: HeadraceError | None = None
+    silent: bool = False  # dropped: no terminal is owed
+    ended: bool = False
+    window: int = DEFAULT_WINDOW
+    first_item_at: float = 0.0
+    last_item_at: float = 0.0
+    last_frame_at: float = 0.0
+    last_progress_at: float = 0.0
+    terminal_sent: bool = False
+    client_done: bool = False
+    finished_acked: bool = False
+    engine_closed: bool = True
+    next_finished: float = 0.0
+    no_responder_at: list[float] = field(default_factory=list)
+    stall_reported_at: float = 0.0
+
+    @classmethod
+    def open(
+        cls,
+        msg: m.Open,
+        *,
+        token_bytes: TokenBytes,
+        eos_ids: frozenset[int],
+        now: float,
+        remaining_s: float,
+    ) -> Session:
+        """Start with nothing received."""
+        sampling = msg.record.sampling
+        rules = TextRules(tuple(sampling.stop), sampling.max_tokens, sampling.ignore_eos, eos_ids)
+        choices = [Choice(ChoiceText(rules, token_bytes)) for _ in range(msg.record.num_choices)]
+        return cls(
+            record=msg.record,
+            fence=msg.fence,
+            choices=choices,
+            opened_at=now,
+            deadline=now + remaining_s,
+            last_item_at=now,
+            last_frame_at=now,
+            last_progress_at=now,
+        )
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.record.request_id
+
+    def accept(self, batch: ItemBatch, source: Ref, now: float) -> None:
+        """Take the items that are next, drop the ones held already, leave gaps to be repeated.
+
+        An id that differs from the one held under the same index ends the request with `ReplayMismatch`.
+        """
+        self.source, self.engine_closed = source, False
+        if batch.cached_tokens is not None and not self.first_item_at:
+            self.cached_tokens = batch.cached_tokens
+        for choice_no, index, token_id, logprob in batch.items:
+            if self.ended or not 0 <= choice_no < len(self.choices):
+                continue
+            choice = self.choices[choice_no]
+            have = len(choice.text.ids)
+            if index < have:
+                if choice.text.ids[index] != token_id:
+                    self.end(ReplayMismatch(f"choice {choice_no} item {index} differs on replay"), now)
+                continue
+            if index > have or choice.finished:
+                continue
+            text = choice.text.push(token_id)
+            choice.items.append(TextItem(choice_no, index, token_id, text, logprob))
+            self.first_item_at = self.first_item_at or now
+            self.last_item_at = now
+        if all(c.finished for c in self.choices):
+            self.end(None, now)
+
+    def end(self, error: HeadraceError | None, now: float, *, silent: bool = False) -> None:
+        """Decide the one ending; later ones change nothing."""
+        if not self.ended:
+            self.ended, self.error, self.silent = True, error, silent
+            self.client_done = silent
+            self.next_finished = now
+
+    def engine_ack(self) -> Ack:
+        """Return what the engine may forget: -1 for a choice that wants nothing more."""
+        if self.ended:
+            return Ack(self.request_id, self.fence, "done", [], 0)
+        nexts = [-1 if c.finished else len(c.text.ids) for c in self.choices]
+        return Ack(self.request_id, self.fence, "ok", nexts, 0)
+
+    def take_frame(self, now: float) -> dict[str, Any] | None:
+        """Return the next frame within the client's window, or None when there is nothing to send."""
+        if self.silent or self.client_done:
+            return None
+        items: list[TextItem] = []
+        finish: list[tuple[int, str, int]] = []
+        everything = True
+        for number, choice in enumerate(self.choices):
+            upto = min(len(choice.items), choice.acked + self.window)
+            upto = min(upto, choice.sent + MAX_ITEMS_PER_FRAME - len(items))
+            if upto > choice.sent:
+                items += choice.items[choice.sent : upto]
+                choice.sent = upto
+            if choice.sent < len(choice.items):
+                everything = False
+            elif choice.finished and not choice.finish_sent:
+                reason = choice.text.finish_reason
+                assert reason is not None
+                finish.append((number, reason, len(choice.items)))
+                choice.finish_sent = True
+        terminal = None
+        if self.ended and (everything or self.error is not None) and not self.terminal_sent:
+            terminal, self.terminal_sent = self.terminal(), True
+        if not items and not finish and terminal is None:
+            return None
+        self.last_frame_at = now
+        return frame(self.request_id, self.fence, items=items, finish=finish, terminal=terminal)
+
+    def terminal(self) -> dict[str, Any]:
+        """Return the terminal's content: totals, and the error if there is one."""
+        out: dict[str, Any] = {
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+                "cached_tokens": self.cached_tokens,
+            },
+            "items": [len(c.items) for c in self.choices],
+        }
+        if self.error is not None:
+            out["error"] = self.error.info()
+        return out
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once."""
+        return sum(len(p) for p in self.record.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Items of all choices up to their finish."""
+        return sum(len(c.items) for c in self.choices)
+
+    def client_ack(self, status: str, nexts: list[int], window: int, now: float) -> None:
+        """Take the client's acknowledgement."""
+        if status == "done":
+            self.client_done = True
+            return
+        for choice, upto in zip(self.choices, nexts, strict=False):
+            if choice.acked < upto <= len(choice.items):
+                choice.acked = upto
+                self.last_progress_at = now
+        if window > 0:
+            self.window = window
+        self.no_responder_at.clear()
+
+    def rewind(self, now: float) -> bool:
+        """Prepare to send again whatever is unacknowledged for `RESEND_S`; returns whether there is any."""
+        if self.client_done or self.silent or now - self.last_frame_at < RESEND_S:
+            return False
+        behind = [c for c in self.choices if c.acked < c.sent]
+        if not behind and not self.terminal_sent:
+            return False
+        for c in self.choices:
+            c.sent, c.finish_sent = min(c.sent, c.acked), False
+        self.terminal_sent = False
+        return True
+
+    def stalled(self, now: float) -> bool:
+        """Whether the owner should be told that no ids come; at most once per `STALL_S`."""
+        if self.ended or now - max(self.last_item_at, self.stall_reported_at) < STALL_S:
+            return False
+        self.stall_reported_at = now
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more is owed to anybody."""
+        return self.ended and self.client_done and self.finished_acked and self.engine_closed
+
+    def reopen(self, msg: m.Open) -> None:
+        """The same request under a higher fence, still here: its ids and text stay."""
+        self.fence = max(self.fence, msg.fence)
+
+    def finished_message(self, wall: float) -> m.Finished:
+        """Return what the owner is told at the end."""
+        return m.Finished(
+            request_id=self.request_id,
+            fence=self.fence,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            finish_reasons=[c.text.finish_reason or "" for c in self.choices],
+            error=self.error.info() if self.error else None,
+            first_item_at=self.first_item_at,
+            ended_at=wall,
+        )
