@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -266,7 +267,8 @@ class _Up:
         url = http_url(settings)
         name = served.model_names(settings, self.model)[0]
         self.console.print(f"[green bold]ready[/green bold] after {after_s:.1f} s: {name} at {url}/v1")
-        body = '{"messages": [{"role": "user", "content": "What is a headrace?"}], "max_tokens": 64, "stream": true}'
+        question = [{"role": "user", "content": "What is a headrace?"}]
+        body = json.dumps({"model": name, "messages": question, "max_tokens": 64, "stream": True})
         # Printed without markup or wrapping, to be pasted.
         print(f"\ncurl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
         print("or: headrace chat    actors: headrace ps    stop: Ctrl-C", flush=True)
