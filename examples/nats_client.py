@@ -82,12 +82,14 @@ def main() -> int:
     parser.add_argument("--bus", default=os.environ.get("HEADRACE_BUS_URL"))
     parser.add_argument("--token", default=os.environ.get("HEADRACE_BUS_TOKEN"))
     parser.add_argument("--instance", default=os.environ.get("HEADRACE_INSTANCE", "default"))
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--limit-s", type=float, default=60.0)
     args = parser.parse_args()
     bus, token = (args.bus, args.token) if args.bus else running_instance(args.instance)
     body = {
+        "model": args.model,
         "messages": [{"role": "user", "content": args.prompt}],
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,

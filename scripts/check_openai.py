@@ -19,7 +19,8 @@ from chaos.instance import Address, InstanceFailed, add_options, serving
 from chaos.workload import SUBJECTS
 
 TOKENS = 48
-Reading = tuple[tuple[tuple[str, str], ...], tuple[int, int]]  # ((text, reason) per choice, (prompt, completion) tokens)
+# (text, reason) per choice, and prompt and completion tokens
+Reading = tuple[tuple[tuple[str, str], ...], tuple[int, int]]
 
 
 def requests(model: str, count: int) -> list[dict[str, Any]]:

@@ -136,7 +136,8 @@ def test_choices_differ_and_are_told_apart(split: System) -> None:
 
 def test_the_native_example_prints_an_answer(split: System) -> None:
     """nats-py alone, JSON in and out, found by the state file."""
-    argv = [sys.executable, "examples/nats_client.py", "--instance", split.name, "--max-tokens", "60", "CASE-COUNT"]
+    options = ["--instance", split.name, "--model", split.model, "--max-tokens", "60"]
+    argv = [sys.executable, "examples/nats_client.py", *options, "CASE-COUNT"]
 
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 

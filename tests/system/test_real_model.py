@@ -84,7 +84,8 @@ def test_the_example_speaks_to_a_real_model(real: System) -> None:
     import sys
 
     root = Path(__file__).resolve().parents[2]
-    argv = [sys.executable, "examples/nats_client.py", "--instance", real.name, "--max-tokens", "24", "What is rain?"]
+    options = ["--instance", real.name, "--model", real.model, "--max-tokens", "24"]
+    argv = [sys.executable, "examples/nats_client.py", *options, "What is rain?"]
 
     done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=60, check=False)
 
