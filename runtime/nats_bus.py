@@ -67,7 +67,7 @@ class NatsBus:
         self._again: tuple[str, dict[str, Any]] = (inbox_prefix, {})
         self._watchdog: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
-        self._auth_failed: asyncio.Future[None] = self._loop.create_future()
+        self._auth_failed: asyncio.Future[str] = self._loop.create_future()
         self._count = dict.fromkeys(
             ("published", "published_bytes", "dropped_disconnected", "dropped_outbox_full", "disconnects",
              "deaf_reconnects", "handler_errors", "dropped_pending", "handled", "bus_errors"), 0)  # fmt: skip
@@ -140,15 +140,16 @@ class NatsBus:
     async def _connect(self, options: dict[str, Any], timeout_s: float) -> None:
         # With endless reconnects nats-py's connect never returns either; the bound is ours.
         attempt = self._loop.create_task(self._client.connect(**options))
-        done, _ = await asyncio.wait(
-            {attempt, self._auth_failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        waited: set[asyncio.Future[Any]] = {attempt, self._auth_failed}
+        done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if attempt not in done:
             self._closing = True
             attempt.cancel()
             await asyncio.wait({attempt}, timeout=1.0)
             await self._client.close()
-            raise BusUnavailable(f"no NATS server at {_shown(options['servers'])}: {self._last_error or 'no answer'}")
+            # A refused client may also see its connection reset; why it was refused is what helps.
+            reason = self._auth_failed.result() if self._auth_failed.done() else self._last_error
+            raise BusUnavailable(f"no NATS server at {_shown(options['servers'])}: {reason or 'no answer'}")
         try:
             attempt.result()
         except (nats.errors.Error, OSError, ValueError, ImportError) as exc:
@@ -174,7 +175,7 @@ class NatsBus:
             self._count["bus_errors"] += 1
             self._last_error = str(error) or repr(error)
             if "authorization" in self._last_error.lower() and not self._auth_failed.done():
-                self._auth_failed.set_result(None)
+                self._auth_failed.set_result(self._last_error)
             _log.warning("bus connection %s: %s", self.name, self._last_error)
         except Exception:
             pass
@@ -269,7 +270,7 @@ class NatsBus:
 
     def _flush_now(self) -> None:
         self._flush_scheduled = False
-        if not self._outbox or self._blocked:
+        if self._blocked:
             return
         if not self._client.up:
             self._drop_outbox()
@@ -279,7 +280,8 @@ class NatsBus:
         self._count["published"] += len(batch)
         self._count["published_bytes"] += self._outbox_nbytes
         self._outbox_nbytes = 0
-        unsent = self._client.write_now(b"".join(commands + batch))
+        data = b"".join(commands + batch)
+        unsent = self._client.write_now(data) if data else 0
         if unsent > SOCKET_NBYTES:
             self._blocked = True
             self._clock.spawn(self._unblock(), name=f"bus-flush-{self.name}")
@@ -308,6 +310,7 @@ class NatsBus:
             async with asyncio.timeout(timeout_s):
                 while self._blocked:
                     await self._clock.sleep(0.001)
+                # nats-py writes its PING at once, ahead of a SUB that still waits for its flusher.
                 self._flush_now()
                 await self._client.flush(timeout=max(0.001, timeout_s))  # type: ignore[arg-type]
         except (TimeoutError, nats.errors.Error, OSError) as exc:

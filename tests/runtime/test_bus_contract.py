@@ -113,6 +113,15 @@ async def test_a_subscription_is_in_force_once_subscribe_returns(connect: Connec
         await got.count(1)
 
 
+async def test_after_a_flush_others_reach_a_new_subscription(connect: Connect, topic: str) -> None:
+    """Interest is known to the bus once `flush` has returned, many times over."""
+    one, two = await connect("a"), await connect("b")
+    for i in range(100):
+        await two.subscribe(f"{topic}.{i}", lambda m: two.publish(m.reply, b"here"))
+        await two.flush()
+        assert (await one.request(f"{topic}.{i}", b"x", timeout_s=5)).payload == b"here"
+
+
 @pytest.mark.parametrize(
     ("pattern", "hits"),
     [
