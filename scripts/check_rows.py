@@ -77,11 +77,12 @@ def step(runner: TorchRunner, seqs: list[Seq], counts: list[int | None] | None =
 class Bench:
     """A runner with a pool whose free blocks are full of NaN."""
 
-    def __init__(self, model: Path, dtype: str, threads: int) -> None:
+    def __init__(self, model: Path, dtype: str, threads: int, num_output: int = NUM_OUTPUT) -> None:
         self.runner = TorchRunner(model, dtype, threads)
         self.pool = bytearray(NUM_BLOCKS * self.runner.block_nbytes)
         self.runner.bind(memoryview(self.pool), NUM_BLOCKS)
         self.free = 0
+        self.num_output = num_output
 
     def clear(self) -> None:
         """Fill the pool with NaN and take it as free."""
@@ -118,7 +119,7 @@ def baseline(bench: Bench) -> tuple[Seq, bytes]:
     """Compute the sequence alone: the prompt at once, then one token at a time."""
     bench.clear()
     seq = bench.seq(1, NUM_PROMPT)
-    for _ in range(NUM_OUTPUT):
+    for _ in range(bench.num_output):
         step(bench.runner, [seq])
     return seq, bench.kv(seq, seq.done)
 
@@ -128,11 +129,11 @@ def beside(bench: Bench, others: int, want: Seq, kv: bytes) -> int:
     bench.clear()
     seq = bench.seq(1, NUM_PROMPT)
     crowd = [bench.seq(10 + i, 17 + 29 * i % 500) for i in range(others)]
-    for number in range(NUM_OUTPUT):
+    for number in range(bench.num_output):
         late = crowd[-1]
         chunk = 9 if len(late.prompt) > late.done + 9 else None
         step(bench.runner, [*crowd[:-1], seq, late], [*[None] * len(crowd), chunk])
-        if number == 30:
+        if number == bench.num_output // 2:
             crowd = crowd[: others // 2 + 1]
     return differing(want, seq) + (bench.kv(seq, seq.done) != kv)
 
@@ -156,7 +157,7 @@ def recomputed(bench: Bench, lost_at: int, sizes: list[int], want: Seq, kv: byte
     seq, other = bench.seq(1, NUM_PROMPT), bench.seq(77, 123, outputs=2 * NUM_OUTPUT)
     seq.outputs = want.outputs[:lost_at]
     number = 0
-    while len(seq.outputs) < NUM_OUTPUT:
+    while len(seq.outputs) < bench.num_output:
         step(bench.runner, [other, seq], [None, sizes[number % len(sizes)]])
         number += 1
     return differing(want, seq, lost_at) + (bench.kv(seq, seq.done) != kv)

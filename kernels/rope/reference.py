@@ -7,7 +7,7 @@ import torch
 
 def rope(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Turn the pairs of x `[tokens, heads, head_dim]` by `turns` `[tokens, 1, head_dim / 2]` (complex64)."""
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [tokens, heads, head_dim / 2]
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2))  # [tokens, heads, head_dim / 2]
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
