@@ -83,6 +83,7 @@ class Bench:
         self.runner.bind(memoryview(self.pool), NUM_BLOCKS)
         self.free = 0
         self.num_output = num_output
+        self.exact = self.runner._model.exact
 
     def clear(self) -> None:
         """Fill the pool with NaN and take it as free."""
@@ -193,7 +194,7 @@ def check(model: Path, dtype: str, threads: int) -> dict[str, object]:
         cases[f"lost_at_{at}"] = recomputed(bench, at, [512], want, kv)
         cases[f"lost_at_{at}_chunks"] = recomputed(bench, at, [90, 7, 1], want, kv)
     cases |= {f"cached_{n}": cached(bench, n, want, kv) for n in (16, 144, 288)}
-    exact = bench.runner._model.exact
+    exact = bench.exact
     bench.runner._model.exact = Exactness(dict.fromkeys(exact.min_rows, 1), 1)  # the shapes that come naturally
     control = recomputed(bench, 20, [512], want, kv) + beside(bench, 7, want, kv)
     digest = hashlib.blake2b(kv, digest_size=8)
