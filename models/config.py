@@ -70,7 +70,7 @@ class ModelConfig:
             hidden=hidden,
             ffn=meta.integer("llama.feed_forward_length"),
             vocab_size=vocab_size,
-            context_length=meta.integer("llama.context_length"),
+            context_length=meta.integer("llama.context_length", low=32, high=1 << 20),
             norm_eps=meta.real("llama.attention.layer_norm_rms_epsilon"),
             rope_theta=meta.real("llama.rope.freq_base", 10000.0),
             rope_scale=meta.real("llama.rope.scaling.factor", 1.0) if scaling == "linear" else 1.0,
