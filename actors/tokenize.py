@@ -19,7 +19,7 @@ MAX_QUEUED = 1024
 class Encoder(Protocol):
     """What the hop needs of a model's tokenizer and template; called from several threads."""
 
-    def chat_ids(self, messages: list[Mapping[str, Any]]) -> list[int]:
+    def chat_ids(self, messages: list[Mapping[str, Any]], *, created: int | None = None) -> list[int]:
         """Render messages by the chat template, ready for the assistant's turn."""
         ...
 
@@ -48,8 +48,9 @@ class TokenizeActor(Actor):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._running: dict[str, m.Tokenize] = {}
         self._seconds = context.telemetry.histogram(
-            "tokenize_seconds", "Time to render and encode one request", (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1)
-        )
+            "tokenize_seconds", "Time to render and encode one request",
+            buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1),
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Load the tokenizer."""
@@ -118,7 +119,7 @@ def encode(encoder: Encoder, msg: m.Tokenize) -> list[list[int]]:
         ContextTooLong: if a prompt, or with `max_tokens`, does not fit.
     """
     if msg.api == "chat":
-        prompts = [encoder.chat_ids(msg.body["messages"])]
+        prompts = [encoder.chat_ids(msg.body["messages"], created=msg.body.get("created"))]
     else:
         prompts = [_raw(encoder, p) for p in _listed(msg.body["prompt"])]
     for number, ids in enumerate(prompts):

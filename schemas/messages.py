@@ -328,6 +328,7 @@ class KvReserve(Message):
     ticket: str
     hashes: list[bytes]
     parents: list[bytes]
+    pool: PoolHandle  # of the writer: the tier takes only blocks of its own layout
     reply: RefField
     deadline: float = 0.0
 

@@ -1,0 +1,455 @@
+"""The admission hop: it validates, owns the request until its terminal frame, places it, and places it again.
+
+All decisions are `Ownership`'s and `placement`'s; this actor performs them. Edges send `Submit` to its mailbox; native
+clients publish an OpenAI body to `requests.<api>` with a reply subject, which a queue group of admission actors shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import msgpack
+import orjson
+
+from actors import ownership as own
+from actors.placement import Engines, Placement, least_loaded, place
+from runtime.actor import Actor, Context
+from runtime.bus import BusMessage
+from schemas import messages as m
+from schemas import subjects
+from schemas.errors import BadRequest, HeadraceError, Overloaded, TooLarge, Unavailable
+from schemas.items import ACKS, FRAMES, frame, parse_acks
+from schemas.openai import ParsedRequest, load_json, parse_request
+from schemas.record import Fence, Record, ReplyTo
+from schemas.subjects import Ref
+
+NATIVE_APIS = ("chat", "completion")
+IN_FLIGHT_S = 0.6  # what was sent earlier shows in heartbeats by now
+TERMINAL_RESEND_S = 0.3
+TERMINAL_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Settings of admission."""
+
+    models: tuple[str, ...]
+    default_deadline_s: float = 600.0
+
+
+@dataclass(slots=True)
+class _OwnTerminal:
+    """A terminal frame written from here, repeated until it is acknowledged."""
+
+    reply: ReplyTo
+    frame: dict[str, Any]
+    next_send: float
+    tries: int = 1
+
+
+class AdmissionActor(Actor):
+    """Owns requests; see `actors.ownership`."""
+
+    kind: ClassVar[str] = "admission"
+
+    def __init__(self, context: Context, *, config: AdmissionConfig) -> None:
+        super().__init__(context)
+        self.config = config
+        self._table = own.Ownership(
+            self.ref,
+            is_up=context.membership.is_up,
+            choose_engines=self._choose_engines,
+            choose_detokenizer=self._choose_detokenizer,
+            context_limit=self.context_limit,
+        )
+        self._in_flight: dict[Ref, list[tuple[float, int]]] = {}
+        self._terminals: dict[str, _OwnTerminal] = {}
+        telemetry = context.telemetry
+        self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
+        self._failovers = telemetry.counter("failovers_total", "Requests moved off a lost actor", ("kind", "reason"))
+        self._prompt = telemetry.counter("prompt_tokens_total", "Prompt tokens of ended requests")
+        self._generation = telemetry.counter("generation_tokens_total", "Output tokens of ended requests")
+        self._e2e = telemetry.histogram(
+            "e2e_request_latency_seconds", "Acceptance to end", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 600)
+        )
+
+    async def start(self) -> None:
+        """Join the queue group of native requests."""
+        for api in NATIVE_APIS:
+            await self.context.subscribe(subjects.requests(api), self._on_native, queue=subjects.QUEUE_ADMISSION)
+        await self.context.subscribe(subjects.acks_of(self.ref), self._on_native_ack)
+        self.state = "ready"
+
+    @property
+    def idle(self) -> bool:
+        """Whether every owned request has ended."""
+        return len(self._table) == 0 and not self._terminals
+
+    def load(self) -> dict[str, Any]:
+        """Open requests."""
+        return {"running": self._table.num_open, "waiting": 0, "requests": self._table.ids(64)}
+
+    def statistics(self) -> dict[str, float]:
+        """Open requests and the age of the oldest."""
+        return {
+            "requests_open": self._table.num_open,
+            "oldest_request_age_seconds": self._table.oldest_age_s(self.clock.now()),
+        }
+
+    def context_limit(self) -> int:
+        """Tokens that prompt and answer may have together: what the smallest live engine can hold; 0 if none is."""
+        limits = [int(e.load.get("max_context", 0)) for kind in ("decode", "both") for e in self._members(kind)]
+        limits = limits or [int(e.load.get("max_context", 0)) for e in self._members("prefill")]
+        return min((n for n in limits if n > 0), default=0)
+
+    # --- ways in --------------------------------------------------------------------------------
+
+    def _on_native(self, message: BusMessage) -> None:
+        if not message.reply:
+            self.context.telemetry.log.warning("a request without a reply subject was dropped", subject=message.subject)
+            return
+        headers = {k.lower(): v for k, v in (message.headers or {}).items()}
+        content_type = headers.get("content-type", "application/json").partition(";")[0].strip()
+        encoding: Literal["json", "msgpack"] = "msgpack" if content_type.endswith("msgpack") else "json"
+        reply = ReplyTo(subject=message.reply, mode="inbox", encoding=encoding)
+        request_id = self.clock.random_hex(12)
+        fence = Fence(0, f"{self.ref.id}.{self.ref.epoch}", 0)
+        try:
+            body = load_json(message.payload) if encoding == "json" else _load_msgpack(message.payload)
+        except HeadraceError as exc:
+            self._write_terminal(request_id, reply, fence, exc)
+            self._requests.labels(exc.code or "error").inc()
+            return
+        now, wall = self.clock.now(), self.clock.wall()
+        submit = m.Submit(
+            request_id=request_id,
+            api=message.subject.split(".")[1],
+            body=body,
+            request_class="",
+            reply=reply,
+            deadline=0.0,
+            accept_by=wall + 2.0,
+            traceparent=headers.get("traceparent", ""),
+        )
+        self._submit(submit, now, wall)
+
+    def _submit(self, msg: m.Submit, now: float, wall: float) -> None:
+        if wall > msg.accept_by:
+            self._requests.labels("late").inc()
+            return  # the client has asked somebody else by now (R11)
+        if msg.request_id in self._table:
+            self._perform(self._table.raise_term(msg.request_id, msg.term, now))
+            owned = self._table.get(msg.request_id)
+            if owned is not None and owned.stage is own.Stage.OPEN:
+                self._accept(owned.record, owned.fence)
+            return
+        fence = Fence(msg.term, f"{self.ref.id}.{self.ref.epoch}", 0)
+        try:
+            parsed = parse_request(msg.api, msg.body, models=self.config.models)
+            self._check_capacity()
+        except HeadraceError as exc:
+            self._write_terminal(msg.request_id, msg.reply, fence, exc)
+            self._requests.labels(exc.code or "error").inc()
+            return
+        record = self._record(msg, parsed, wall)
+        # The answer of a repeated request is fixed by its first acceptance, so it goes out before anything else.
+        self._accept(record, fence)
+        body: dict[str, Any] = {"created": record.created}
+        if parsed.api == "chat":
+            body["messages"] = list(parsed.messages)
+        else:
+            body["prompt"] = list(parsed.prompts)
+        self._perform(
+            self._table.admit(
+                record,
+                body,
+                term=msg.term,
+                max_tokens=parsed.max_tokens,
+                remaining_s=record.deadline - wall,
+                now=now,
+            )
+        )
+
+    def _check_capacity(self) -> None:
+        if self.state != "ready":
+            raise Unavailable("this admission actor is draining", code="draining", retry_after_s=1.0)
+        if self._table.full:
+            raise Overloaded("too many requests are open", code="too_many_requests", retry_after_s=1.0)
+        if self.context_limit() == 0:
+            raise Unavailable("no engine is ready", code="not_ready", retry_after_s=1.0)
+
+    def _record(self, msg: m.Submit, parsed: ParsedRequest, wall: float) -> Record:
+        seed = msg.seed if msg.seed is not None else parsed.seed
+        if seed is None:
+            seed = int(self.clock.random_hex(7), 16)
+        deadline = msg.deadline
+        if not deadline:
+            ms = parsed.deadline_ms
+            deadline = wall + (ms / 1000.0 if ms is not None else self.config.default_deadline_s)
+        chosen = msg.request_class or parsed.request_class or "interactive"
+        return Record(
+            request_id=msg.request_id,
+            tenant=msg.tenant,
+            request_class=cast(Literal["interactive", "agent", "batch"], chosen),
+            api=parsed.api,
+            model=parsed.model,
+            n=parsed.n,
+            sampling=parsed.settle(seed=seed, max_tokens=parsed.max_tokens or 0),
+            stream=parsed.stream,
+            created=msg.created if msg.created is not None else int(wall),
+            deadline=deadline,
+            reply=msg.reply,
+            owner=self.ref,
+            edge_epoch=msg.edge_epoch,
+            traceparent=self.context.telemetry.new_traceparent(msg.traceparent or None),
+        )
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def receive(self, message: m.Message, sender: Ref | None) -> None:
+        """Everything that bears on an owned request."""
+        now = self.clock.now()
+        if isinstance(message, m.Submit):
+            self._submit(message, now, self.clock.wall())
+            return
+        if sender is None:
+            return
+        table = self._table
+        match message:
+            case m.SubmitCancel():
+                self._perform(table.cancel(message.request_id, message.reason, now))
+                self._terminals.pop(message.request_id, None)
+                self.context.send(sender, m.CancelAck(request_id=message.request_id))
+            case m.Tokenized():
+                self._perform(table.on_tokenized(message, now))
+            case m.Opened():
+                self._perform(table.on_opened(message, sender, now))
+            case m.FencedIds():
+                self._perform(table.on_fenced_ids(message, sender, now))
+            case m.Dispatched():
+                self._perform(table.on_dispatched(message, sender, now))
+            case m.EngineError():
+                self._perform(table.on_engine_error(message, sender, now))
+            case m.Redirected():
+                self._perform(table.on_redirected(message, sender, now))
+            case m.Stalled():
+                self._perform(table.on_stalled(message, self._silence_s, now))
+            case m.Finished():
+                self._perform(table.on_finished(message, sender, now))
+            case m.Closed():
+                self._perform(table.on_closed(message, sender, now))
+            case _:
+                self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
+
+    def receive_hot(self, kind: str, body: list[Any], sender: Ref | None) -> None:
+        """Edges acknowledge what was written from here."""
+        if kind != ACKS:
+            return
+        for ack in parse_acks(body):
+            if ack.status in ("done", "fenced"):
+                self._terminals.pop(ack.request_id, None)
+                if ack.status == "fenced":
+                    self._perform(self._table.cancel(ack.request_id, "superseded", self.clock.now()))
+
+    def _on_native_ack(self, message: BusMessage) -> None:
+        self._terminals.pop(message.subject.rsplit(".", 1)[-1], None)
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """Move work off what is gone; cancel the work of a dead edge."""
+        now = self.clock.now()
+        if ref.kind == "edge":
+            if reason != "silent":
+                self._perform(self._table.edge_down(ref.subject, now))
+            return
+        self._perform(self._table.member_down(ref, reason, now))
+
+    def member_changed(self, ref: Ref, state: str) -> None:
+        """A draining engine or detokenizer hands its requests over."""
+        if state == "draining" and ref.kind in ("decode", "both", "prefill", "detokenize"):
+            self._perform(self._table.member_down(ref, "drain", self.clock.now()))
+
+    def tick(self) -> None:
+        """Repeat, expire, forget."""
+        now = self.clock.now()
+        self._perform(self._table.tick(now))
+        for request_id, t in list(self._terminals.items()):
+            if now >= t.next_send:
+                if t.tries >= TERMINAL_TRIES:
+                    del self._terminals[request_id]
+                    continue
+                t.tries += 1
+                t.next_send = now + TERMINAL_RESEND_S
+                self._write(request_id, t.reply, t.frame)
+
+    # --- doing ----------------------------------------------------------------------------------
+
+    def _perform(self, directives: list[own.Directive]) -> None:
+        for d in directives:
+            match d:
+                case own.Send():
+                    self._send(d)
+                case own.Anycast():
+                    self._anycast(d)
+                case own.Terminal():
+                    self._write_terminal(d.record.request_id, d.record.reply, d.fence, d.error)
+                case own.Ended():
+                    self._log_ended(d)
+                case own.Failover():
+                    self._failovers.labels(d.kind, d.reason).inc()
+                    self.context.telemetry.log.info(
+                        "failover", request_id=d.request_id, kind=d.kind, reason=d.reason
+                    )
+
+    def _send(self, d: own.Send) -> None:
+        if isinstance(d.message, m.Dispatch):
+            self._count_in_flight(d.message)
+        self.context.send(d.to, d.message)
+
+    def _anycast(self, d: own.Anycast) -> None:
+        try:
+            self.context.anycast(d.kind, d.message)
+        except TooLarge as exc:
+            assert isinstance(d.message, m.RequestMessage)
+            self._refuse(d.message.request_id, exc)
+
+    def _refuse(self, request_id: str, error: HeadraceError) -> None:
+        owned = self._table.get(request_id)
+        if owned is not None:
+            fence = owned.fence
+            self._perform(self._table.cancel(request_id, "refused", self.clock.now()))
+            self._write_terminal(request_id, owned.record.reply, fence.next(), error)
+
+    def _accept(self, record: Record, fence: Fence) -> None:
+        accepted = {
+            "id": record.request_id,
+            "seed": record.sampling.seed,
+            "created": record.created,
+            "deadline": record.deadline,
+            "owner": record.owner.wire(),
+        }
+        self._write(record.request_id, record.reply, frame(record.request_id, fence, accepted=accepted))
+
+    def _write_terminal(self, request_id: str, reply: ReplyTo, fence: Fence, error: HeadraceError) -> None:
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        terminal = {"usage": usage, "items": [], "error": error.info()}
+        out = frame(request_id, fence, terminal=terminal)
+        self._terminals[request_id] = _OwnTerminal(reply, out, self.clock.now() + TERMINAL_RESEND_S)
+        self._write(request_id, reply, out)
+
+    def _write(self, request_id: str, reply: ReplyTo, out: dict[str, Any]) -> None:
+        if reply.mode == "mailbox":
+            self.context.send_hot(subjects.parse_mailbox(reply.subject), FRAMES, [out])
+            return
+        data = orjson.dumps(out) if reply.encoding == "json" else msgpack.packb(out, use_bin_type=True)
+        self.context.publish(reply.subject, data, reply=subjects.ack(self.ref, request_id))
+
+    def _log_ended(self, d: own.Ended) -> None:
+        now = self.clock.now()
+        f = d.finished
+        self._requests.labels(d.outcome).inc()
+        self._e2e.observe(now - d.accepted_at)
+        if f is not None:
+            self._prompt.inc(f.prompt_tokens)
+            self._generation.inc(f.completion_tokens)
+        steps = {k: round(v - d.accepted_at, 6) for k, v in d.timeline.items()}
+        wall = self.clock.wall()
+        fields: dict[str, Any] = {
+            "request_id": d.record.request_id,
+            "tenant": d.record.tenant,
+            "class": d.record.request_class,
+            "api": d.record.api,
+            "outcome": d.outcome,
+            "prompt_tokens": f.prompt_tokens if f else sum(map(len, d.record.prompt_ids)),
+            "completion_tokens": f.completion_tokens if f else 0,
+            "cached_tokens": f.cached_tokens if f else 0,
+            "failovers": d.failovers,
+            "seconds": round(now - d.accepted_at, 6),
+            **{f"{k}_s": v for k, v in steps.items()},
+        }
+        self.context.telemetry.log.info("request", **fields)
+        self.context.telemetry.request_span(
+            "request",
+            d.record.traceparent,
+            wall - (now - d.accepted_at),
+            wall,
+            request_id=d.record.request_id,
+            model=d.record.model,
+            max_tokens=d.record.sampling.max_tokens,
+            temperature=d.record.sampling.temperature,
+            top_p=d.record.sampling.top_p,
+            prompt_tokens=fields["prompt_tokens"],
+            completion_tokens=fields["completion_tokens"],
+            cached_tokens=fields["cached_tokens"],
+            finish_reasons=list(f.finish_reasons) if f else [d.outcome],
+        )
+        if "dispatched" in steps:
+            self.context.telemetry.hop(
+                "hop.admission",
+                d.record.traceparent,
+                wall - (now - d.accepted_at),
+                wall - (now - d.accepted_at) + steps["dispatched"],
+                request_id=d.record.request_id,
+            )
+        self.context.publish(subjects.USAGE, orjson.dumps(fields))
+
+    # --- views ----------------------------------------------------------------------------------
+
+    def _members(self, kind: str) -> list[Any]:
+        return [e for e in self.context.membership.members(kind) if not e.silent]
+
+    def _silence_s(self, ref: Ref) -> float:
+        member = self.context.membership.get(ref)
+        return float("inf") if member is None else self.clock.now() - member.last_heard
+
+    def _choose_engines(self, record: Record, suspects: frozenset[Ref]) -> Placement | None:
+        now = self.clock.now()
+        engines = Engines(self._members("prefill"), self._members("decode"), self._members("both"))
+        return place(
+            engines,
+            self._sent_since(now),
+            now,
+            num_choices=record.num_choices,
+            max_tokens=record.sampling.max_tokens,
+            avoid=suspects,
+        )
+
+    def _choose_detokenizer(self, record: Record) -> Ref | None:
+        return least_loaded(self._members("detokenize"), self._sent_since(self.clock.now()), self.clock.now())
+
+    def _sent_since(self, now: float) -> Mapping[Ref, int]:
+        out: dict[Ref, int] = {}
+        for ref, sent in list(self._in_flight.items()):
+            recent = [(t, n) for t, n in sent if now - t < IN_FLIGHT_S]
+            if recent:
+                self._in_flight[ref] = recent
+                out[ref] = sum(n for _, n in recent)
+            else:
+                del self._in_flight[ref]
+        return out
+
+    def _count_in_flight(self, msg: m.Dispatch) -> None:
+        now = self.clock.now()
+        tokens = sum(map(len, msg.record.prompt_ids))
+        for ref, work in ((msg.decode, 64 * msg.record.num_choices), (msg.detokenize, 64)):
+            if ref is not None:
+                self._in_flight.setdefault(ref, []).append((now, work))
+        owned = self._table.get(msg.request_id)
+        if owned is not None and owned.placement is not None:
+            self._in_flight.setdefault(owned.placement.first, []).append((now, tokens))
+
+
+def _load_msgpack(data: bytes) -> dict[str, Any]:
+    """Read a msgpack body.
+
+    Raises:
+        BadRequest: if it is not a msgpack map with text keys.
+    """
+    try:
+        body = msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as exc:
+        raise BadRequest(f"the body is not msgpack: {exc}") from exc
+    if not isinstance(body, dict) or not all(isinstance(k, str) for k in body):
+        raise BadRequest("the body is not a map with text keys")
+    return body

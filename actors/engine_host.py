@@ -1,0 +1,449 @@
+"""An engine as an actor: the step loop in a thread of its own, items to detokenizers, and one verb to end work.
+
+What is common to all roles is here: dispatch, items and their acknowledgement, redirect, close. The source side of a
+hand-off is in `actors.prefill`, the destination side in `actors.decode`, stored prefixes in `actors.prefix`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from actors.decode import Destination
+from actors.prefill import Source
+from actors.prefix import PrefixStore
+from actors.work import Work, make_parts
+from engine.core import EngineCore, StepResult
+from engine.loop import EngineThread
+from engine.plan import Runner
+from engine.scheduler import Scheduler
+from engine.sequence import Key
+from kvstore.block import BLOCK_TOKENS, root_hash
+from kvstore.pool import BlockPool
+from runtime.actor import Actor, Context
+from schemas import messages as m
+from schemas.errors import EngineFailed, HeadraceError, InternalError, ReplayMismatch, Unavailable
+from schemas.items import ACKS, ITEMS, ItemBatch, items_body, parse_acks
+from schemas.record import Fence
+from schemas.subjects import Ref
+
+T = TypeVar("T")
+
+REMEMBERED = 4096
+ERROR_RESEND_S = 0.3
+SCHEMA_VERSION = 1
+
+
+class EngineActor(Actor):
+    """Hosts one engine.
+
+    Args:
+        role: `prefill`, `decode` or `both`; any engine can do everything, the role tells placement what to ask.
+        make_runner: called in the engine's thread; loads the model.
+        directory, prefix: where the pool's file lies and how its name begins.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        role: str,
+        make_runner: Callable[[], Runner],
+        directory: Path,
+        prefix: str,
+        num_blocks: int,
+        token_budget: int,
+        max_running: int,
+    ) -> None:
+        super().__init__(context)
+        self.role = role
+        self._make_runner = make_runner
+        self._directory = directory
+        self._pool_name = f"{prefix.removeprefix('headrace-')}{role}-{context.ref.id}"
+        self._num_blocks = num_blocks
+        self._token_budget = token_budget
+        self._max_running = max_running
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.thread: EngineThread | None = None
+        self.pool: BlockPool | None = None
+        self.works: dict[str, Work] = {}
+        self._fences: OrderedDict[str, Fence] = OrderedDict()
+        self._identity = ("", "")
+        self.source = Source(self)
+        self.destination = Destination(self)
+        self.prefix = PrefixStore(self)
+        telemetry = context.telemetry
+        self._steps = telemetry.counter("engine_steps_total", "Forward passes")
+        self._tokens = telemetry.counter("engine_tokens_total", "Tokens computed")
+        self._step_seconds = telemetry.histogram(
+            "engine_step_seconds", "Time of one forward pass",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2),
+        )  # fmt: skip
+        self._failed = telemetry.counter("engine_sequences_failed_total", "Sequences that an engine gave up")
+        self._resent = telemetry.counter("engine_items_resent_total", "Item batches repeated unacknowledged")
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model, make the pool, run one real step; only then is the engine ready."""
+        self._loop = asyncio.get_running_loop()
+        core = await self._loop.run_in_executor(None, self._build)
+        self.thread = EngineThread(core, self._deliver, self._crashed, name=f"engine-{self.ref.id}")
+        self.thread.start()
+        self.state = "ready"
+
+    def _build(self) -> EngineCore:
+        runner = self._make_runner()
+        self.pool = BlockPool.create(
+            self._directory,
+            self._pool_name,
+            self._num_blocks,
+            runner.block_nbytes,
+            runner.layout,
+            self.ref.epoch,
+            self.context.host,
+        )
+        self._identity = (runner.fingerprint, runner.layout)
+        core = EngineCore(
+            runner,
+            self.pool,
+            Scheduler(BLOCK_TOKENS, self._token_budget, self._max_running, self._token_budget),
+            root=self.root,
+            now=self.clock.now,
+            wall=self.clock.wall,
+        )
+        runner.warm_up()
+        return core
+
+    def root(self, salt: str) -> bytes:
+        """Return the start of the hash chain of one tenant's blocks in this engine."""
+        return root_hash(SCHEMA_VERSION, *self._identity, 0, 1, None, None, salt)
+
+    async def stop(self) -> None:
+        """End the thread and remove the pool."""
+        thread, pool = self.thread, self.pool
+        if thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, thread.stop)
+        if pool is not None:
+            pool.close()
+
+    def _crashed(self, message: str) -> None:
+        self.state, self.reason = "failed", message
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request depends on this engine."""
+        return not self.works and self.prefix.idle
+
+    @property
+    def steps(self) -> int:
+        """Forward passes so far; read by the heartbeat thread."""
+        return self.thread.steps if self.thread is not None else 0
+
+    def load(self) -> dict[str, Any]:
+        """The engine's own snapshot, and which requests it holds."""
+        if self.thread is None:
+            return {"running": 0, "waiting": 0}
+        return {**self.thread.load, "steps": self.thread.steps, "requests": list(self.works)[:64]}
+
+    def statistics(self) -> dict[str, float]:
+        """The engine's counters."""
+        out = dict(self.thread.statistics) if self.thread is not None else {}
+        return {**out, "requests": len(self.works)}
+
+    def call(self, fn: Callable[[EngineCore], T], then: Callable[[T | None, BaseException | None], None]) -> None:
+        """Run `fn` on the engine between steps, then `then(result, error)` on this loop."""
+        assert self.thread is not None and self._loop is not None
+        loop = self._loop
+
+        def done(future: Future[T]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            result = None if error is not None else future.result()
+            loop.call_soon_threadsafe(self._guard, lambda: then(result, error))
+
+        self.thread.call(fn).add_done_callback(done)
+
+    def _guard(self, fn: Callable[[], None]) -> None:
+        try:
+            fn()
+        except Exception:  # a fault in one request's bookkeeping must not stop the engine's other requests
+            self.context.telemetry.log.exception("engine callback failed")
+
+    # --- control --------------------------------------------------------------------------------
+
+    def receive(self, message: m.Message, sender: Ref | None) -> None:
+        """Dispatch, redirect and close here; hand-offs and stored prefixes in their own modules."""
+        match message:
+            case m.Dispatch():
+                self._dispatch(message)
+            case m.Redirect():
+                self._redirect(message)
+            case m.Close():
+                self.close(message.request_id, message.fence, message.reply or sender)
+            case m.Closed():
+                self._closed(message)
+            case m.Reserve():
+                self.destination.on_reserve(message)
+            case m.Transferred():
+                self.destination.on_transferred(message)
+            case m.Reserved():
+                self.source.on_reserved(message)
+            case m.Activated():
+                self.source.on_activated(message)
+            case m.TransferDone():
+                if not self.prefix.on_transfer_done(message):
+                    self.on_transfer_done(message)
+            case m.KvFound():
+                self.prefix.on_found(message)
+            case m.KvReserved():
+                self.prefix.on_reserved(message)
+            case _:
+                self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
+
+    def admit_fence(self, request_id: str, fence: Fence) -> bool:
+        """Whether work under this fence may begin; what was held under a lower one is dropped."""
+        if self._fences.get(request_id, fence) > fence:
+            return False
+        held = self.works.get(request_id)
+        if held is not None:
+            if held.fence > fence:
+                return False
+            if held.fence < fence:
+                self.close(request_id, fence, None)
+                self._fences.pop(request_id, None)
+        elif self._fences.get(request_id) == fence:
+            return False  # ended here under this very fence
+        return True
+
+    def _dispatch(self, msg: m.Dispatch) -> None:
+        answer = {"request_id": msg.request_id, "fence": msg.fence}
+        if self.thread is None or self.state != "ready":
+            error = Unavailable("this engine takes no new work", code="draining")
+            self.context.send(msg.reply, m.Dispatched(**answer, error=error.info()))
+            return
+        if not self.admit_fence(msg.request_id, msg.fence):
+            return
+        if msg.request_id in self.works:
+            self.context.send(msg.reply, m.Dispatched(**answer))
+            return
+        outputs = [list(o) for o in msg.outputs] or [[] for _ in range(msg.record.num_choices)]
+        work = Work(
+            record=msg.record,
+            fence=msg.fence,
+            detok=msg.detokenize,
+            owner=msg.reply,
+            role="local" if msg.decode is None else "source",
+            ids=outputs,
+            decode=msg.decode,
+            began=self.clock.wall(),
+        )
+        self.works[msg.request_id] = work
+        now = self.clock.now()
+        if msg.decode is None:
+            live = [c for c in range(len(outputs)) if c not in msg.finished]
+            sequences = [work.sequence(c, outputs[c], now) for c in live]
+        else:
+            parts = make_parts(msg.record, outputs, msg.finished)
+            work.parts = {p.number: p for p in parts}
+            work.num_parts = len(parts)
+            heads = [(p.choices[0], len(p.choices)) for p in parts]
+            sequences = [work.sequence(c, outputs[c], now, num_first=count) for c, count in heads]
+            self.source.reserve(work)
+        self.context.send(msg.reply, m.Dispatched(**answer))
+        self.prefix.begin(work, sequences)
+
+    def added(self, work: Work, error: BaseException | None) -> None:
+        """The engine has taken a request's sequences, or refused one."""
+        if error is not None and self.works.get(work.request_id) is work:
+            if not isinstance(error, HeadraceError):
+                self.context.telemetry.log.error("a sequence was not taken", error=repr(error))
+                error = InternalError("the engine could not take the request")
+            self.fail(work, error)
+
+    def fail(self, work: Work, error: HeadraceError) -> None:
+        """Give a request up; the owner is told until it closes it."""
+        work.error, work.error_at = error, self.clock.now()
+        self._failed.inc()
+        keys = work.keys()
+        self.call(lambda core: [core.abort(k) for k in keys if core.get(k) is not None], _ignore)
+        self._send_error(work)
+
+    def _send_error(self, work: Work) -> None:
+        assert work.error is not None
+        head = {"request_id": work.request_id, "fence": work.fence}
+        self.context.send(work.owner, m.EngineError(**head, error=work.error.info()))
+
+    def _redirect(self, msg: m.Redirect) -> None:
+        work = self.works.get(msg.request_id)
+        known = work is not None and work.started and msg.fence >= work.fence and work.error is None
+        if known:
+            assert work is not None
+            work.redirect(msg.detokenize, msg.fence)
+            self.emit([work])
+        head = {"request_id": msg.request_id, "fence": msg.fence}
+        self.context.send(msg.reply, m.Redirected(**head, known=known))
+
+    def close(self, request_id: str, fence: Fence, reply: Ref | None) -> None:
+        """End a request here, whatever its phase; idempotent. Blocks that a transfer may touch are quarantined."""
+        work = self.works.get(request_id)
+        if work is not None and work.fence > fence:
+            return  # from somebody who no longer commands it
+        self._fences[request_id] = max(fence, self._fences.get(request_id, fence))
+        self._fences.move_to_end(request_id)
+        while len(self._fences) > REMEMBERED:
+            self._fences.popitem(last=False)
+
+        def answer(_: object = None, __: object = None) -> None:
+            if reply is not None:
+                self.context.send(reply, m.Closed(request_id=request_id, fence=fence))
+
+        if work is None:
+            answer()
+            return
+        del self.works[request_id]
+        self.prefix.forget(work)
+        writers: dict[Key, str] = {}
+        for part in work.parts.values():
+            if self.source.writing(work, part) or self.destination.writing(work, part):
+                writers[part.key] = work.job(part)
+                self.destination.abort_transfer(work, part)
+        keys = work.keys()
+        if work.role != "source" and work.began:
+            self.context.telemetry.hop(
+                "hop.decode", work.record.traceparent, work.began, self.clock.wall(), request_id=request_id
+            )
+
+        def abort(core: EngineCore) -> None:
+            for key in keys:
+                core.abort(key, writer=writers.get(key))
+
+        self.call(abort, answer)
+
+    def _closed(self, msg: m.Closed) -> None:
+        work = self.works.get(msg.request_id)
+        if work is not None and work.error is not None and msg.fence >= work.fence:
+            self.close(msg.request_id, msg.fence, None)
+
+    def on_transfer_done(self, msg: m.TransferDone) -> None:
+        """No write of this job can follow: whatever waited for it is free."""
+        if self.destination.settled(msg.job):
+            job = msg.job
+            self.call(lambda core: core.absolve(job), _ignore)
+        self.source.on_transfer_done(msg)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _deliver(self, result: StepResult) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._guard, lambda: self._on_step(result))
+
+    def _on_step(self, result: StepResult) -> None:
+        if result.num_tokens:
+            self._steps.inc()
+            self._tokens.inc(result.num_tokens)
+            self._step_seconds.observe(result.duration_s)
+        touched: dict[str, Work] = {}
+        for key, tokens in result.cached.items():
+            work = self.works.get(key.request_id)
+            if work is not None and key.choice == 0:
+                work.cached_tokens = tokens
+        for key, reason in result.ended:
+            work = self.works.get(key.request_id)
+            if work is not None and reason in ("stop", "length"):
+                work.ends[key.choice] = reason
+        for item in result.items:
+            work = self.works.get(item.key.request_id)
+            if work is None:
+                continue
+            if work.append(item):
+                touched[work.request_id] = work
+            elif work.error is None:
+                self.fail(work, ReplayMismatch(f"choice {item.choice} came with item {item.index} out of turn"))
+        for key, message in result.failed:
+            work = self.works.get(key.request_id)
+            if work is not None and work.error is None:
+                self.fail(work, EngineFailed(message))
+        for key, sampled in result.held:
+            work = self.works.get(key.request_id)
+            if work is not None:
+                self.source.on_held(work, key, sampled, result.held_blocks[key])
+        self.emit(touched.values())
+        self.destination.retry()
+        if result.held or result.ended:
+            self.prefix.write_back()
+
+    def emit(self, works: Any) -> None:
+        """Send new items: one message per detokenizer."""
+        now = self.clock.now()
+        boxes: dict[Ref, list[ItemBatch]] = {}
+        for work in works:
+            if work.error is None:
+                for batch in work.take(now):
+                    boxes.setdefault(work.detok, []).append(batch)
+        for detok, batches in boxes.items():
+            self.context.send_hot(detok, ITEMS, items_body(batches))
+
+    def receive_hot(self, kind: str, body: list[Any], sender: Ref | None) -> None:
+        """Detokenizers acknowledge."""
+        if kind != ACKS:
+            return
+        for ack in parse_acks(body):
+            work = self.works.get(ack.request_id)
+            if work is None or sender != work.detok:
+                continue
+            if ack.status == "done" or (ack.status == "fenced" and ack.fence > work.fence):
+                self.close(ack.request_id, max(ack.fence, work.fence), None)
+            elif ack.status == "ok":
+                keys = [Key(work.request_id, c) for c in work.acknowledge(ack.next)]
+                if keys:
+                    self.call(lambda core, keys=keys: [core.abort(k) for k in keys], _ignore)  # type: ignore[misc]
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Repeat what is unanswered."""
+        if self.thread is None:
+            return
+        now = self.clock.now()
+        resend = []
+        for work in list(self.works.values()):
+            if work.error is not None:
+                if now - work.error_at >= ERROR_RESEND_S:
+                    work.error_at = now
+                    self._send_error(work)
+            elif work.started and work.rewind(now):
+                self._resent.inc()
+                resend.append(work)
+        self.emit(resend)
+        wall = self.clock.wall()
+        for work in list(self.works.values()):
+            # The detokenizer ends a stream at its deadline and closes it here; this is for when it could not.
+            if wall > work.record.deadline + 1.0:
+                self.close(work.request_id, work.fence, None)
+        self.source.tick(now)
+        self.destination.tick(now)
+        self.prefix.tick(now)
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """A transfer actor's confirmed exit ends all its writes."""
+        if ref.kind == "transfer" and reason in ("exit", "superseded"):
+            for job in self.destination.writer_gone(ref):
+                self.call(lambda core, job=job: core.absolve(job), _ignore)  # type: ignore[misc]
+        self.prefix.member_down(ref)
+
+    def transfer_actor(self) -> Ref | None:
+        """The transfer actor of this host, if one is ready."""
+        for member in self.context.membership.members("transfer"):
+            if member.host == self.context.host and not member.silent:
+                return member.ref
+        return None
+
+
+def _ignore(_: object, __: BaseException | None) -> None:
+    """For commands whose outcome changes nothing: aborting twice is no fault."""

@@ -1,0 +1,151 @@
+"""The store's host tier as an actor: blocks in host memory, indexed by their chained hashes, lent under leases.
+
+It hands out places and never touches bytes: the transfer actor copies, the reader verifies. Its pool is made when the
+first engine shows the layout of its blocks; blocks of another layout are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvstore.pool import BlockPool
+from kvstore.tiers import HostTier
+from runtime.actor import Actor, Context
+from schemas import messages as m
+from schemas.record import Fence
+from schemas.subjects import Ref
+
+READ_LEASE_S = 3.0
+WRITE_LEASE_S = 10.0
+NOBODY = Fence(0, "", 0)
+
+
+class KvActor(Actor):
+    """One host's stored blocks.
+
+    Args:
+        directory, prefix: where the pool's file lies and how its name begins.
+        num_blocks: how many blocks the tier holds; 0 turns it off.
+    """
+
+    kind: ClassVar[str] = "kv"
+
+    def __init__(self, context: Context, *, directory: Path, prefix: str, num_blocks: int) -> None:
+        super().__init__(context)
+        self._directory = directory
+        self._pool_name = f"{prefix.removeprefix('headrace-')}kv-{context.ref.id}"
+        self._num_blocks = num_blocks
+        self._tier: HostTier | None = None
+        self._pool: BlockPool | None = None
+        self._making = False
+        self._unhealthy = ""
+
+    async def stop(self) -> None:
+        """Remove the pool."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def load(self) -> dict[str, Any]:
+        """How full the tier is."""
+        if self._pool is None:
+            return {"running": 0, "waiting": 0, "free_blocks": 0, "total_blocks": 0, "blocks_in_use": 0}
+        return {
+            "running": 0,
+            "waiting": 0,
+            "free_blocks": self._pool.num_free,
+            "total_blocks": self._pool.num_blocks,
+            "blocks_in_use": self._pool.in_use,
+            "unhealthy": self._unhealthy,
+        }
+
+    def statistics(self) -> dict[str, float]:
+        """The tier's counters."""
+        return self._tier.statistics() if self._tier is not None else {}
+
+    def receive(self, message: m.Message, sender: Ref | None) -> None:
+        """Look up and pin, release, reserve, commit."""
+        match message:
+            case m.KvLookup():
+                self._lookup(message)
+            case m.KvRelease():
+                if self._tier is not None:
+                    self._tier.release(message.ticket)
+            case m.KvReserve():
+                self._reserve(message, sender)
+            case m.KvCommit():
+                if self._tier is not None:
+                    self._tier.commit(message.ticket, message.ok, message.checksums)
+            case m.TransferDone():
+                if self._tier is not None:
+                    self._tier.absolve(message.job)
+            case _:
+                self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
+
+    def _lookup(self, msg: m.KvLookup) -> None:
+        if self._tier is None or self._pool is None:
+            self.context.send(msg.reply, m.KvFound(ticket=msg.ticket))
+            return
+        found = self._tier.lookup(msg.ticket, msg.hashes, msg.parents, self.clock.now(), READ_LEASE_S)
+        answer = m.KvFound(
+            ticket=msg.ticket,
+            pool=self._pool.handle() if found.refs else None,
+            blocks=found.refs,
+            checksums=found.checksums,
+            lease_until=found.lease_until,
+        )
+        self.context.send(msg.reply, answer)
+
+    def _reserve(self, msg: m.KvReserve, sender: Ref | None) -> None:
+        refused = m.KvReserved(ticket=msg.ticket)
+        if self._tier is None or self._pool is None:
+            if not self._making and not self._unhealthy and self._num_blocks > 0:
+                self._making = True
+                self.context.spawn(self._make(msg.pool), name="make the host tier")
+            self.context.send(msg.reply, refused)
+            return
+        handle = self._pool.handle()
+        if (handle.layout, handle.block_nbytes) != (msg.pool.layout, msg.pool.block_nbytes):
+            self.context.send(msg.reply, refused)
+            return
+        now = self.clock.now()
+        writer = str(sender) if sender is not None else ""
+        staging = self._tier.reserve(msg.ticket, msg.hashes, msg.parents, now, now + WRITE_LEASE_S, writer=writer)
+        answer = m.KvReserved(ticket=msg.ticket, pool=handle, positions=staging.positions, blocks=staging.refs)
+        self.context.send(msg.reply, answer)
+
+    async def _make(self, like: m.PoolHandle) -> None:
+        """Allocate the tier's memory off the loop; without room for it the tier stays off, and says so."""
+
+        def create() -> BlockPool:
+            return BlockPool.create(
+                self._directory,
+                self._pool_name,
+                self._num_blocks,
+                like.block_nbytes,
+                like.layout,
+                self.ref.epoch,
+                self.context.host,
+            )
+
+        try:
+            self._pool = await asyncio.get_running_loop().run_in_executor(None, create)
+        except OSError as exc:
+            self._unhealthy = f"no memory for {self._num_blocks} blocks: {exc.strerror}"
+            self.context.telemetry.log.error("the host tier is off", reason=self._unhealthy)
+            return
+        finally:
+            self._making = False
+        self._tier = HostTier(self._pool)
+
+    def tick(self) -> None:
+        """End leases; a writer whose lease is over must confirm that it is done before its blocks are lent again."""
+        if self._tier is None:
+            return
+        self._tier.expire(self.clock.now())
+        for ticket in self._tier.unconfirmed:
+            for member in self.context.membership.members("transfer"):
+                if member.host == self.context.host:
+                    abort = m.TransferAbort(request_id=ticket, fence=NOBODY, job=ticket)
+                    self.context.send(member.ref, abort)

@@ -1,0 +1,311 @@
+"""Stored prefixes: before a prompt is computed its longest stored prefix is fetched; afterwards its blocks are stored.
+
+The device tier is the engine's own pool; the host tier is the `kv` actor's. Any failure, and any answer that takes too
+long, is a miss: the prompt is computed. Nothing of this ever delays a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from actors.work import Work, salt_of
+from engine.core import Candidate, EngineCore
+from engine.sequence import Key, Sequence
+from kvstore.block import BLOCK_TOKENS, chain_hashes
+from schemas import messages as m
+from schemas.record import Fence
+from schemas.subjects import Ref
+
+if TYPE_CHECKING:
+    from actors.engine_host import EngineActor
+
+LOOKUP_LIMIT_S = 0.06
+COPY_LIMIT_S = 1.0
+MIN_BLOCKS = 2  # shorter prefixes are computed faster than they are asked for
+WRITE_BATCH = 64
+WRITE_ANSWER_S = 1.0
+NOBODY = Fence(0, "", 0)
+
+
+@dataclass(slots=True)
+class _Load:
+    work: Work
+    sequences: list[Sequence]
+    hashes: list[bytes]
+    until: float
+    kv: Ref
+    blocks: list[int] = field(default_factory=list)
+    copying: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.sequences[0].key
+
+
+@dataclass(slots=True)
+class _Write:
+    candidates: list[Candidate]
+    refs: list[m.BlockRef]
+    kv: Ref
+    until: float
+    transfer: Ref | None = None
+
+
+class PrefixStore:
+    """Loads and write-backs of one engine."""
+
+    def __init__(self, engine: EngineActor) -> None:
+        self._engine = engine
+        self._loads: dict[str, _Load] = {}
+        self._write: tuple[str, _Write] | None = None
+        self._collecting = False
+        self._number = 0
+        telemetry = engine.context.telemetry
+        self._loaded = telemetry.counter("kv_blocks_loaded_total", "Blocks loaded from the host tier")
+        self._missed = telemetry.counter("kv_lookups_failed_total", "Lookups that ended as a miss by failure", ("why",))
+        self._stored = telemetry.counter("kv_blocks_stored_total", "Blocks stored in the host tier")
+
+    @property
+    def idle(self) -> bool:
+        """Whether no load is under way; unfinished write-backs may be lost."""
+        return not self._loads
+
+    def _kv(self) -> Ref | None:
+        for member in self._engine.context.membership.members("kv"):
+            if member.host == self._engine.context.host and not member.silent:
+                return member.ref
+        return None
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def begin(self, work: Work, sequences: list[Sequence]) -> None:
+        """Give a request's sequences to the engine, after its prompt's stored prefix where that is worth it."""
+        kv = self._kv()
+        short = not sequences or sequences[0].num_tokens <= MIN_BLOCKS * BLOCK_TOKENS
+        if kv is None or short or len(work.record.prompt_ids) != 1:
+            self._add(work, sequences)
+            return
+        tokens, root = sequences[0].tokens, self._engine.root(salt_of(work.record))
+
+        def peek(core: EngineCore) -> tuple[list[bytes], list[bytes]]:
+            hashes = chain_hashes(tokens[: len(tokens) - 1], root=root)
+            have = core.pool.peek(hashes)[0]
+            return hashes[have:], [root, *hashes][have : len(hashes)]
+
+        self._engine.call(peek, lambda got, error: self._ask(work, sequences, kv, got))
+
+    def _ask(self, work: Work, sequences: list[Sequence], kv: Ref, got: tuple[list[bytes], list[bytes]] | None) -> None:
+        if self._engine.works.get(work.request_id) is not work:
+            return
+        if got is None or len(got[0]) < MIN_BLOCKS:
+            self._add(work, sequences)
+            return
+        hashes, parents = got
+        until = self._engine.clock.now() + LOOKUP_LIMIT_S
+        ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
+        self._loads[ticket] = _Load(work, sequences, hashes, until, kv)
+        lookup = m.KvLookup(ticket=ticket, hashes=hashes, parents=parents, reply=self._engine.ref)
+        self._engine.context.send(kv, lookup)
+
+    def _add(self, work: Work, sequences: list[Sequence]) -> None:
+        def add(core: EngineCore) -> None:
+            for sequence in sequences:
+                core.add(sequence)
+
+        self._engine.call(add, lambda _, error: self._engine.added(work, error))
+
+    def on_found(self, msg: m.KvFound) -> None:
+        """The store's answer: copy what it has, compute the rest."""
+        load = self._loads.get(msg.ticket)
+        if load is None or load.copying:
+            if load is None and msg.blocks:
+                self._missed.labels("late").inc()
+            return
+        transfer = self._engine.transfer_actor()
+        if not msg.blocks or msg.pool is None or transfer is None:
+            self._give_up(msg.ticket, load)
+            return
+        load.copying, load.until = True, self._engine.clock.now() + COPY_LIMIT_S
+        load.hashes = load.hashes[: len(msg.blocks)]
+        sequences, key, count = load.sequences, load.key, len(msg.blocks)
+
+        def add(core: EngineCore) -> tuple[list[int], list[m.BlockRef]] | None:
+            for sequence in sequences:
+                core.add(sequence)
+            blocks = core.begin_load(key, count)
+            return None if blocks is None else (blocks, core.pool.refs(blocks))
+
+        self._engine.call(add, lambda got, error: self._copy(msg, load, transfer, got, error))
+
+    def _copy(
+        self,
+        msg: m.KvFound,
+        load: _Load,
+        transfer: Ref,
+        got: tuple[list[int], list[m.BlockRef]] | None,
+        error: BaseException | None,
+    ) -> None:
+        engine = self._engine
+        if error is not None or got is None or engine.pool is None or msg.pool is None:
+            self._loads.pop(msg.ticket, None)
+            engine.context.send(load.kv, m.KvRelease(ticket=msg.ticket))
+            engine.added(load.work, error)
+            return
+        load.blocks = got[0]
+        if msg.ticket not in self._loads:  # closed meanwhile
+            key = load.key
+            engine.call(lambda core: core.abandon_load(key), lambda _, __: None)
+            return
+        engine.destination.expect_job(msg.ticket, transfer)
+        job = m.TransferJob(
+            request_id=load.work.request_id,
+            fence=load.work.fence,
+            deadline=load.work.record.deadline,
+            traceparent=load.work.record.traceparent,
+            job=msg.ticket,
+            part=0,
+            source=engine.ref,
+            dest=engine.ref,
+            source_pool=msg.pool,
+            dest_pool=engine.pool.handle(),
+            source_blocks=msg.blocks,
+            dest_blocks=got[1],
+            expected=msg.checksums,
+        )
+        engine.context.send(transfer, job)
+
+    def on_transfer_done(self, msg: m.TransferDone) -> bool:
+        """A load or a write-back has been copied; false if the job is none of these."""
+        load = self._loads.pop(msg.job, None)
+        if load is not None:
+            self._engine.destination.settled(msg.job)
+            self._loaded_or_not(msg, load)
+            return True
+        if self._write is not None and self._write[0] == msg.job:
+            self._engine.destination.settled(msg.job)
+            ok = msg.error is None
+            self._end_write(ok, msg.checksums)
+            return True
+        return False
+
+    def _loaded_or_not(self, msg: m.TransferDone, load: _Load) -> None:
+        key, blocks, hashes = load.key, load.blocks, load.hashes
+        self._engine.context.send(load.kv, m.KvRelease(ticket=msg.job))
+        if msg.error is not None:
+            self._missed.labels(str(msg.error.get("code"))).inc()
+            self._engine.call(lambda core: core.abandon_load(key), lambda _, __: None)
+            return
+        self._loaded.inc(len(blocks))
+        self._engine.call(lambda core: core.load_prefix(key, blocks, hashes), lambda _, __: None)
+
+    def _give_up(self, ticket: str, load: _Load) -> None:
+        """Compute the prompt instead."""
+        del self._loads[ticket]
+        engine = self._engine
+        engine.context.send(load.kv, m.KvRelease(ticket=ticket))
+        if not load.copying:
+            self._add(load.work, load.sequences)
+            return
+        key = load.key
+        engine.call(lambda core: core.abandon_load(key, writer=ticket), lambda _, __: None)
+        engine.destination.abort_job(ticket, load.work.request_id, load.work.fence)
+
+    def forget(self, work: Work) -> None:
+        """The request is closed: its load is void."""
+        for ticket, load in list(self._loads.items()):
+            if load.work is work:
+                del self._loads[ticket]
+                self._engine.context.send(load.kv, m.KvRelease(ticket=ticket))
+                if load.blocks:
+                    key = load.key
+                    self._engine.call(
+                        lambda core, k=key, t=ticket: core.abandon_load(k, writer=t),  # type: ignore[misc]
+                        lambda _, __: None,
+                    )
+                    self._engine.destination.abort_job(ticket, work.request_id, work.fence)
+
+    # --- storing --------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Store what was computed, one batch at a time."""
+        kv = self._kv()
+        if kv is None or self._write is not None or self._collecting:
+            return
+        self._collecting = True
+
+        def collect(core: EngineCore) -> tuple[list[Candidate], list[m.BlockRef]]:
+            candidates = core.stored_candidates(WRITE_BATCH)
+            return candidates, core.pool.refs([c.block for c in candidates])
+
+        self._engine.call(collect, lambda got, _: self._offer(kv, got))
+
+    def _offer(self, kv: Ref, got: tuple[list[Candidate], list[m.BlockRef]] | None) -> None:
+        self._collecting = False
+        engine = self._engine
+        if got is None or not got[0] or engine.pool is None:
+            return
+        self._number += 1
+        ticket = f"{engine.ref.id}.{engine.ref.epoch}.store.{self._number}"
+        candidates, refs = got
+        self._write = (ticket, _Write(candidates, refs, kv, engine.clock.now() + WRITE_ANSWER_S))
+        reserve = m.KvReserve(
+            ticket=ticket,
+            hashes=[c.hash for c in candidates],
+            parents=[c.parent for c in candidates],
+            pool=engine.pool.handle(),
+            reply=engine.ref,
+        )
+        engine.context.send(kv, reserve)
+
+    def on_reserved(self, msg: m.KvReserved) -> None:
+        """The tier lends staging blocks for some of the batch."""
+        if self._write is None or self._write[0] != msg.ticket or self._write[1].transfer is not None:
+            return
+        write, engine = self._write[1], self._engine
+        transfer = engine.transfer_actor()
+        if not msg.blocks or msg.pool is None or transfer is None or engine.pool is None:
+            self._end_write(False, [])
+            return
+        write.transfer = transfer
+        engine.destination.expect_job(msg.ticket, transfer)
+        job = m.TransferJob(
+            request_id=msg.ticket,
+            fence=NOBODY,
+            job=msg.ticket,
+            part=0,
+            source=engine.ref,
+            dest=write.kv,
+            source_pool=engine.pool.handle(),
+            dest_pool=msg.pool,
+            source_blocks=[write.refs[i] for i in msg.positions],
+            dest_blocks=msg.blocks,
+        )
+        engine.context.send(transfer, job)
+
+    def _end_write(self, ok: bool, checksums: list[int]) -> None:
+        assert self._write is not None
+        ticket, write = self._write
+        self._write = None
+        if ok:
+            self._stored.inc(len(checksums))
+        self._engine.context.send(write.kv, m.KvCommit(ticket=ticket, ok=ok, checksums=checksums))
+        blocks = [c.block for c in write.candidates]
+        self._engine.call(lambda core: core.written(blocks), lambda _, __: self.write_back())
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """What takes too long is a miss."""
+        for ticket, load in list(self._loads.items()):
+            if now >= load.until:
+                self._missed.labels("slow").inc()
+                self._give_up(ticket, load)
+        # With a copy under way the blocks stay as they are until its end, or the transfer actor's, is known.
+        if self._write is not None and self._write[1].transfer is None and now >= self._write[1].until:
+            self._end_write(False, [])
+
+    def member_down(self, ref: Ref) -> None:
+        """A dead transfer actor copies nothing more."""
+        if self._write is not None and self._write[1].transfer == ref:
+            self._end_write(False, [])

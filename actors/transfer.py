@@ -1,0 +1,166 @@
+"""The transfer hop: moves blocks between pools of one host and verifies them. One per host; a job is a transaction.
+
+A repeated job is answered again, not done again. After `TransferAbort` is answered no write of that job can follow,
+also if the job itself arrives later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from kvstore.errors import KvError
+from kvstore.handoff import copy_blocks
+from kvstore.shm import attach
+from runtime.actor import Actor, Context
+from schemas import messages as m
+from schemas.errors import Cancelled, HeadraceError, Unavailable
+from schemas.subjects import Ref
+
+MAX_JOBS = 1024
+REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class _Running:
+    job: m.TransferJob
+    stop: bool = False
+    aborted_by: list[Ref] = field(default_factory=list)
+
+
+class TransferActor(Actor):
+    """Copies in worker threads, so that the loop never waits for memory."""
+
+    kind: ClassVar[str] = "transfer"
+
+    def __init__(self, context: Context, *, threads: int = 1) -> None:
+        super().__init__(context)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="transfer")
+        self._running: dict[str, _Running] = {}
+        self._over: OrderedDict[str, tuple[m.TransferDone, m.Transferred | None]] = OrderedDict()
+        self._dests: dict[str, Ref] = {}
+        telemetry = context.telemetry
+        self._bytes = telemetry.counter("transfer_bytes_total", "Bytes copied and verified")
+        self._jobs = telemetry.counter("transfer_jobs_total", "Jobs by how they ended", ("outcome",))
+        self._seconds = telemetry.histogram(
+            "transfer_seconds", "Time to copy and verify one job",
+            buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1, 0.5),
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        """End the worker threads after the job in progress."""
+        for running in self._running.values():
+            running.stop = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is in progress."""
+        return not self._running
+
+    def load(self) -> dict[str, Any]:
+        """Jobs in progress."""
+        requests = [r.job.request_id for r in self._running.values()][:64]
+        return {"running": len(self._running), "waiting": 0, "requests": requests}
+
+    def receive(self, message: m.Message, sender: Ref | None) -> None:
+        """Take a job, or give one up."""
+        match message:
+            case m.TransferJob():
+                self._start(message)
+            case m.TransferAbort():
+                if sender is not None:
+                    self._abort(message, sender)
+            case _:
+                self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
+
+    def _start(self, job: m.TransferJob) -> None:
+        if job.job in self._over:
+            self._answer(job.job, [job.source])
+            return
+        if job.job in self._running or len(self._running) >= MAX_JOBS:
+            return  # repeated by its source
+        running = _Running(job)
+        self._running[job.job] = running
+        self.context.spawn(self._run(running), name=f"transfer {job.job}")
+
+    def _abort(self, msg: m.TransferAbort, sender: Ref) -> None:
+        running = self._running.get(msg.job)
+        if running is not None:
+            running.stop = True
+            running.aborted_by.append(sender)
+            return  # answered when the copy has really ended
+        if msg.job not in self._over:
+            error = Cancelled("aborted before it began").info()
+            done = m.TransferDone(request_id=msg.request_id, fence=msg.fence, job=msg.job, part=0, error=error)
+            self._remember(msg.job, done, None)
+        self.context.send(sender, self._over[msg.job][0])
+
+    async def _run(self, running: _Running) -> None:
+        job = running.job
+        began, wall = self.clock.now(), self.clock.wall()
+        error: HeadraceError | None = None
+        checksums: list[int] = []
+        try:
+            checksums = await asyncio.get_running_loop().run_in_executor(self._pool, _copy, running)
+        except (KvError, OSError) as exc:
+            error = Unavailable(f"blocks could not be moved: {exc}", code="transfer_failed")
+        elapsed = self.clock.now() - began
+        if job.expected and not error and checksums != job.expected:
+            error = Unavailable("a stored block is not what was stored", code="corrupt_block")
+        nbytes = 0 if error else len(job.source_blocks) * job.source_pool.block_nbytes
+        head = {
+            "request_id": job.request_id,
+            "fence": job.fence,
+            "deadline": job.deadline,
+            "traceparent": job.traceparent,
+            "job": job.job,
+            "part": job.part,
+        }
+        done = m.TransferDone(
+            **head,
+            error=error.info() if error else None,
+            checksums=checksums if error is None else [],
+            nbytes=nbytes,
+            elapsed_s=elapsed,
+        )
+        moved = None
+        if job.first and error is None:
+            moved = m.Transferred(
+                **head, source=job.source, first=job.first, num_tokens=job.num_tokens, cached_tokens=job.cached_tokens
+            )
+        del self._running[job.job]
+        self._remember(job.job, done, moved, job.dest)
+        self._bytes.inc(nbytes)
+        self._seconds.observe(elapsed)
+        self._jobs.labels(error.code or "error" if error else "ok").inc()
+        if job.traceparent:
+            self.context.telemetry.hop(
+                "hop.transfer", job.traceparent, wall, wall + elapsed, request_id=job.request_id, nbytes=nbytes
+            )
+        self._answer(job.job, [job.source, *running.aborted_by])
+
+    def _remember(self, job: str, done: m.TransferDone, moved: m.Transferred | None, dest: Ref | None = None) -> None:
+        self._over[job] = (done, moved)
+        if dest is not None:
+            self._dests[job] = dest
+        while len(self._over) > REMEMBERED:
+            old, _ = self._over.popitem(last=False)
+            self._dests.pop(old, None)
+
+    def _answer(self, job: str, to: list[Ref]) -> None:
+        done, moved = self._over[job]
+        dest = self._dests.get(job)
+        if moved is not None and dest is not None:
+            self.context.send(dest, moved)
+        for ref in dict.fromkeys(to):
+            self.context.send(ref, done)
+
+
+def _copy(running: _Running) -> list[int]:
+    job = running.job
+    source, dest = attach(job.source_pool), attach(job.dest_pool)
+    return copy_blocks(source, job.source_blocks, dest, job.dest_blocks, should_stop=lambda: running.stop)

@@ -1,0 +1,196 @@
+"""What an engine's actor holds per request: its ids on their way to a detokenizer, and its hand-offs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.live import HeldBlocks
+from engine.plan import Sampled
+from engine.sequence import Key, Sequence
+from schemas import messages as m
+from schemas.errors import HeadraceError
+from schemas.items import Item, ItemBatch
+from schemas.record import Fence, Record
+from schemas.subjects import Ref
+
+RESEND_S = 0.3
+MAX_ITEMS_PER_MESSAGE = 2048
+
+
+@dataclass(slots=True)
+class Part:
+    """One hand-off: a prompt with all its choices, or one resumed choice; seen from either side."""
+
+    number: int
+    choices: list[int]
+    key: Key
+    num_tokens: int
+    # source
+    reserved: m.Reserved | None = None
+    held: list[Sampled] | None = None
+    held_blocks: HeldBlocks | None = None
+    shipped: bool = False
+    # destination
+    source: Ref | None = None
+    blocks: list[int] | None = None
+    refs: list[m.BlockRef] | None = None
+    pending: bool = False  # a command about it is with the engine
+    activated: bool = False
+    next_send: float = 0.0
+
+
+@dataclass(slots=True)
+class Work:
+    """One request in one engine.
+
+    `local` runs it whole, `source` computes prompts for another engine, `destination` continues what arrives.
+    """
+
+    record: Record
+    fence: Fence
+    detok: Ref
+    owner: Ref
+    role: Literal["local", "source", "destination"]
+    ids: list[list[int]]
+    decode: Ref | None = None
+    parts: dict[int, Part] = field(default_factory=dict)
+    num_parts: int = 0
+    acked: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    ends: dict[int, str] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)
+    cached_tokens: int = 0
+    began: float = 0.0  # Unix seconds
+    last_sent_at: float = 0.0
+    error: HeadraceError | None = None
+    error_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.acked = [len(i) for i in self.ids]
+        self.sent = [len(i) for i in self.ids]
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.record.request_id
+
+    @property
+    def started(self) -> bool:
+        """Whether this engine makes, or has made, its items."""
+        if self.role == "destination":
+            return len(self.parts) == self.num_parts and all(p.activated for p in self.parts.values())
+        return self.role == "local"
+
+    def job(self, part: Part) -> str:
+        """Return the name of a part's transfer; it is also the writer that its blocks may wait for."""
+        return f"{self.request_id}.{part.number}.{self.fence.term}.{self.fence.n}"
+
+    def append(self, item: Sampled) -> bool:
+        """Take an engine's next id; false if it is not the next one."""
+        ids = self.ids[item.choice]
+        if item.index != len(ids):
+            return False
+        ids.append(item.id)
+        return True
+
+    def sequence(self, choice: int, outputs: list[int], arrival: float, *, num_first: int = 0) -> Sequence:
+        """Return a choice as the engine's sequence; with `num_first` it is a prompt to be handed off."""
+        record = self.record
+        return Sequence(
+            key=Key(record.request_id, choice),
+            prompt_ids=record.prompt_ids[choice // record.n],
+            sampling=record.sampling,
+            outputs=list(outputs),
+            handoff=num_first > 0,
+            num_first=max(1, num_first),
+            salt=salt_of(record),
+            tenant=record.tenant,
+            deadline=record.deadline,
+            arrival=arrival,
+        )
+
+    def keys(self) -> list[Key]:
+        """All sequences that the engine may hold of it."""
+        if self.role == "local":
+            return [Key(self.request_id, c) for c in range(len(self.ids))]
+        keys = [p.key for p in self.parts.values()]
+        if self.role == "destination":
+            keys += [Key(self.request_id, c) for p in self.parts.values() for c in p.choices[1:]]
+        return keys
+
+    def redirect(self, detok: Ref, fence: Fence) -> None:
+        """Send everything again, from index 0, if the detokenizer is another one."""
+        self.fence = fence
+        if detok != self.detok:
+            self.detok = detok
+            self.acked = [0] * len(self.ids)
+            self.sent = [0] * len(self.ids)
+            self.unwanted.clear()
+
+    def rewind(self, now: float) -> bool:
+        """Prepare to repeat what is unacknowledged; returns whether there is any."""
+        if now - self.last_sent_at < RESEND_S:
+            return False
+        behind = False
+        for choice, acked in enumerate(self.acked):
+            if choice not in self.unwanted and acked < self.sent[choice]:
+                self.sent[choice] = acked
+                behind = True
+        return behind
+
+    def take(self, now: float) -> Iterator[ItemBatch]:
+        """Yield what has not been sent, in batches that fit one message."""
+        items: list[Item] = []
+        ends: list[tuple[int, str]] = []
+        for choice, ids in enumerate(self.ids):
+            if choice in self.unwanted:
+                continue
+            for index in range(self.sent[choice], len(ids)):
+                items.append(Item(choice, index, ids[index], None))
+            if len(ids) > self.sent[choice] and choice in self.ends:
+                ends.append((choice, self.ends[choice]))
+            self.sent[choice] = len(ids)
+        if not items:
+            return
+        self.last_sent_at = now
+        for start in range(0, len(items), MAX_ITEMS_PER_MESSAGE):
+            chunk = items[start : start + MAX_ITEMS_PER_MESSAGE]
+            last = start + MAX_ITEMS_PER_MESSAGE >= len(items)
+            yield ItemBatch(self.request_id, self.fence, chunk, self.cached_tokens, ends if last else [])
+
+    def acknowledge(self, nexts: list[int]) -> list[int]:
+        """Take the detokenizer's acknowledgement; returns the choices of which it wants no more."""
+        dropped = []
+        for choice, upto in enumerate(nexts[: len(self.ids)]):
+            if upto < 0:
+                if choice not in self.unwanted:
+                    self.unwanted.add(choice)
+                    dropped.append(choice)
+            else:
+                self.acked[choice] = max(self.acked[choice], min(upto, len(self.ids[choice])))
+        return dropped
+
+
+def salt_of(record: Record) -> str:
+    """Return what keeps one tenant's blocks from another's; the two fields cannot run together."""
+    return f"{len(record.tenant)}:{record.tenant}:{record.cache_salt}"
+
+
+def make_parts(record: Record, outputs: list[list[int]], finished: list[int]) -> list[Part]:
+    """Cut a request into hand-offs: by prompt at first, by choice when some have ids already."""
+    live = [c for c in range(record.num_choices) if c not in finished]
+    if any(outputs):
+        groups = [[c] for c in live]
+    else:
+        groups = [list(range(p * record.n, (p + 1) * record.n)) for p in range(len(record.prompt_ids))]
+    return [
+        Part(
+            number=number,
+            choices=choices,
+            key=Key(record.request_id, choices[0]),
+            num_tokens=len(record.prompt_ids[choices[0] // record.n]) + len(outputs[choices[0]]),
+        )
+        for number, choices in enumerate(groups)
+    ]
