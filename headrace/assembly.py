@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace import bus_access, served
 from headrace.byte_text import ByteText
@@ -16,6 +16,8 @@ from headrace.layout import ENGINE_KINDS, threads_per_engine
 from schemas.settings import Settings
 
 if TYPE_CHECKING:
+    from engine.plan import Runner
+    from models.text import ModelText
     from runtime.actor import Actor, Context
     from runtime.clock import Clock
     from runtime.node import Node
@@ -172,7 +174,7 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
     )
 
 
-def _text(parts: Parts) -> Any:
+def _text(parts: Parts) -> ByteText | ModelText:
     """Return the tokenizer side of the model (or bytes, where there is none)."""
     if parts.model is None:
         return ByteText()
@@ -181,7 +183,7 @@ def _text(parts: Parts) -> Any:
     return load_text(parts.model)
 
 
-def _runner(parts: Parts) -> Any:
+def _runner(parts: Parts) -> Runner:
     """Return the engine's runner; called in the engine's thread."""
     kind = served.engine_kind(parts.settings)
     if kind == "scripted":

@@ -21,7 +21,7 @@ class ByteText:
         """Ids that end a text."""
         return self._eos
 
-    def chat_ids(self, messages: list[Mapping[str, Any]]) -> list[int]:
+    def chat_ids(self, messages: list[Mapping[str, Any]], *, created: int | None = None) -> list[int]:
         """Render messages as lines of `role: content`, then the assistant's turn."""
         lines = [f"{m.get('role')}: {_plain(m.get('content'))}\n" for m in messages]
         return self.text_ids("".join(lines) + "assistant: ")

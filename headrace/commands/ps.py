@@ -88,10 +88,11 @@ def show(settings: Settings, *, as_json: bool) -> None:
 
 
 def brief_load(load: dict[str, Any]) -> str:
-    """Return the rest of a load snapshot on one line."""
+    """Return what a load snapshot says about memory and progress, in a few words; `--json` has all of it."""
     parts = []
-    for name, value in load.items():
-        if name in ("running", "waiting") or isinstance(value, (dict, list)):
-            continue
-        parts.append(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}")
-    return " ".join(parts)
+    if load.get("total_blocks"):
+        parts.append(f"{load.get('blocks_in_use', 0)}/{load['total_blocks']} blocks")
+    for name in ("queued_tokens", "steps"):
+        if load.get(name):
+            parts.append(f"{load[name]} {name.replace('_', ' ')}")
+    return ", ".join(parts)
