@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,9 @@ def _runner(parts: Parts) -> Runner:
         return NullRunner(
             decode_s=pace.get("decode_s", 0.0), prefill_s_per_token=pace.get("prefill_s_per_token", 0.0)
         )
+    # Read by OpenMP when torch is loaded. Idle threads that spin take the cores from the other engines and from the
+    # actors: with three engines on two cores a start took twice as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from engine.torch_runner import TorchRunner
 
     assert parts.model is not None

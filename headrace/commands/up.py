@@ -42,6 +42,7 @@ def run(loaded: Loaded) -> int:
         (home / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
         with (home / "lock").open("w") as lock:
             _take(lock, settings)
+            _keep_old_logs(home / "logs")
             _log_to(home / "logs" / "supervisor.log", settings)
             model = _check(settings, console)
             with asyncio.Runner() as runner:
@@ -64,6 +65,12 @@ def _take(lock: Any, settings: Settings) -> None:
         raise StartError(
             f"instance {name!r} is running already{where}; stop it, or start another by --instance or --port-base"
         ) from exc
+
+
+def _keep_old_logs(logs: Path) -> None:
+    """Begin with empty logs, so that what they end with is of this run; the last run's stay as `.old`."""
+    for path in logs.glob("*.log"):
+        path.replace(path.with_name(path.name + ".old"))
 
 
 def _check(settings: Settings, console: Console) -> Path | None:
