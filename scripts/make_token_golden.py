@@ -1,6 +1,7 @@
 """Writes tests/data/token_golden.json.gz: 2,000 lines and the ids that llama.cpp gives them.
 
-Run with a Python that has llama-cpp-python (0.3.36 made the file in use): `python scripts/make_token_golden.py MODEL.gguf`.
+Run with a Python that has llama-cpp-python (0.3.36 made the file in use):
+`python scripts/make_token_golden.py MODEL.gguf`.
 The lines come from `golden_lines()`, which is deterministic; the check compares them with the file as well.
 """
 
@@ -38,10 +39,13 @@ _CODE = (
     "$ ls -la ~/{w}/*.{w} | grep -v '{n}' && echo \"done\" >> /tmp/{w}.log 2>&1",
 )
 _CJK = "漢字仮名交じり文今日天気明日東京大阪人工知能模型語言模型推理速度你好世界中文測試简体繁體한국어서울안녕하세요토큰ひらがなカタカナー、。「」！？"
-_OTHER = "ÀÉîõüßæøåłžčšđþÐ ЖдёйцщъыьэюяІЇЄ αβγδεζηθικλμνξοπρστυφχψω אבגדהוזחט ابتثجحخد हिन्दी ไทย ქართული Հայերեն ½¼¾²³№™©€£¥§¶†‡•…–—‘’“”«»"
+_OTHER = (
+    "ÀÉîõüßæøåłžčšđþÐ ЖдёйцщъыьэюяІЇЄ αβγδεζηθικλμνξοπρστυφχψω אבגדהו"
+    "זחט ابتثجحخد हिन्दी ไทย ქართული Հայերեն ½¼¾²³№™©€£¥§¶†‡•…–—‘’“”«»"
+)
 _EMOJI = ("😀", "👩‍🚀", "🇨🇿", "👍🏽", "❤️", "🏳️‍🌈", "🧑‍🤝‍🧑", "🎉", "✨", "🤖", "☕", "1️⃣", "🫠", "🀄")
 _CONTROL = [
-    chr(c) for c in (*range(0, 32), 127, 0x80, 0x85, 0x9F, 0xA0, 0xAD, 0x200B, 0x200D, 0x2028, 0x3000, 0xFEFF, 0xFFFD)
+    chr(c) for c in (*range(32), 127, 0x80, 0x85, 0x9F, 0xA0, 0xAD, 0x200B, 0x200D, 0x2028, 0x3000, 0xFEFF, 0xFFFD)
 ]
 _MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<file_sep>", "</s>", "[INST]")
 
