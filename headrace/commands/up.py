@@ -283,6 +283,8 @@ class _Up:
     # --- running and stopping --------------------------------------------------------------------------
 
     def _on_exit(self, event: Exit) -> None:
+        # Its pool has no owner any more; a running instance would keep one more after each kill.
+        self._reap(self.loaded.settings)
         if event.planned:
             return
         if not self.ready and event.code > 0:
