@@ -26,7 +26,7 @@ from kvstore.block import BLOCK_TOKENS, root_hash
 from kvstore.pool import BlockPool
 from runtime.actor import Actor, Context
 from schemas import messages as m
-from schemas.errors import EngineFailed, HeadraceError, InternalError, ReplayMismatch, Unavailable
+from schemas.errors import Cancelled, EngineFailed, HeadraceError, InternalError, ReplayMismatch, Unavailable
 from schemas.items import ACKS, ITEMS, ItemBatch, items_body, parse_acks
 from schemas.record import Fence
 from schemas.subjects import Ref
@@ -71,7 +71,7 @@ class EngineActor(Actor):
         self.thread: EngineThread | None = None
         self.pool: BlockPool | None = None
         self.works: dict[str, Work] = {}
-        self._fences: OrderedDict[str, Fence] = OrderedDict()
+        self._floors: OrderedDict[str, Fence] = OrderedDict()  # the lowest fence that may still begin
         self._identity = ("", "")
         self.source = Source(self)
         self.destination = Destination(self)
@@ -185,7 +185,8 @@ class EngineActor(Actor):
             case m.Redirect():
                 self._redirect(message)
             case m.Close():
-                self.close(message.request_id, message.fence, message.reply or sender)
+                below = message.reason == "fenced"
+                self.close(message.request_id, message.fence, message.reply or sender, below=below)
             case m.Closed():
                 self._closed(message)
             case m.Reserve():
@@ -207,27 +208,25 @@ class EngineActor(Actor):
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 
     def admit_fence(self, request_id: str, fence: Fence) -> bool:
-        """Whether work under this fence may begin; what was held under a lower one is dropped."""
-        if self._fences.get(request_id, fence) > fence:
+        """Whether work under this fence may begin or goes on; what was held under a lower one is dropped."""
+        if fence < self._floors.get(request_id, fence):
             return False
         held = self.works.get(request_id)
-        if held is not None:
-            if held.fence > fence:
-                return False
-            if held.fence < fence:
-                self.close(request_id, fence, None)
-                self._fences.pop(request_id, None)
-        elif self._fences.get(request_id) == fence:
-            return False  # ended here under this very fence
+        if held is not None and held.fence > fence:
+            return False
+        if held is not None and held.fence < fence:
+            self.close(request_id, fence, None, below=True)
         return True
 
     def _dispatch(self, msg: m.Dispatch) -> None:
         answer = {"request_id": msg.request_id, "fence": msg.fence}
         if self.thread is None or self.state != "ready":
-            error = Unavailable("this engine takes no new work", code="draining")
-            self.context.send(msg.reply, m.Dispatched(**answer, error=error.info()))
+            draining = Unavailable("this engine takes no new work", code="draining")
+            self.context.send(msg.reply, m.Dispatched(**answer, error=draining.info()))
             return
         if not self.admit_fence(msg.request_id, msg.fence):
+            error = Cancelled("the request was closed here, or is held under a higher fence")
+            self.context.send(msg.reply, m.Dispatched(**answer, error=error.info()))
             return
         if msg.request_id in self.works:
             self.context.send(msg.reply, m.Dispatched(**answer))
@@ -289,15 +288,22 @@ class EngineActor(Actor):
         head = {"request_id": msg.request_id, "fence": msg.fence}
         self.context.send(msg.reply, m.Redirected(**head, known=known))
 
-    def close(self, request_id: str, fence: Fence, reply: Ref | None) -> None:
-        """End a request here, whatever its phase; idempotent. Blocks that a transfer may touch are quarantined."""
+    def close(self, request_id: str, fence: Fence, reply: Ref | None, *, below: bool = False) -> None:
+        """End a request here, whatever its phase; idempotent. Blocks that a transfer may touch are quarantined.
+
+        Args:
+            below: end only what runs under a lower fence; work under this one may come, or be here already.
+        """
         work = self.works.get(request_id)
         if work is not None and work.fence > fence:
             return  # from somebody who no longer commands it
-        self._fences[request_id] = max(fence, self._fences.get(request_id, fence))
-        self._fences.move_to_end(request_id)
-        while len(self._fences) > REMEMBERED:
-            self._fences.popitem(last=False)
+        floor = fence if below else fence.next()
+        self._floors[request_id] = max(floor, self._floors.get(request_id, floor))
+        self._floors.move_to_end(request_id)
+        while len(self._floors) > REMEMBERED:
+            self._floors.popitem(last=False)
+        if work is not None and below and work.fence == fence:
+            work = None
 
         def answer(_: object = None, __: object = None) -> None:
             if reply is not None:
