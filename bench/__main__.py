@@ -145,7 +145,7 @@ def _arguments() -> argparse.ArgumentParser:
 async def _main(args: argparse.Namespace) -> dict[str, Any]:
     if args.quick:
         args.levels, args.tokens, args.bus_streams, args.bus_tokens = (1, 2), 8, 4, 16
-    engines = args.null_engine or (["null"] if args.quick else ["null", "null:decode_ms=5"])
+    engines = args.null_engine or (["null"] if args.quick else ["null", "null:decode_s=0.005"])
     directory = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
     result = {"check": "bench"} | await real(args, directory)
     result["bus"] = [await bus(args, directory, engine, args.bus_streams, args.bus_tokens) for engine in engines]

@@ -31,6 +31,7 @@ def _arguments() -> argparse.ArgumentParser:
     run.add_argument("--rounds", type=int, default=5, help="faults that must count, per scenario")
     run.add_argument("--streams", type=int, default=4)
     run.add_argument("--tokens", type=int, default=96, help="length of each stream")
+    run.add_argument("--deadline-s", type=float, default=120.0, help="of every request")
     run.add_argument("--engine", default="torch", help="torch (the real model) or scripted[:FILE]")
     run.add_argument("--port-base", type=int, default=18600)
     run.add_argument("--instance", default=None, help="hurt this running instance instead of starting one")
@@ -51,8 +52,9 @@ async def _drive(where: Address, scenarios: list[Scenario], args: argparse.Names
                 lambda w: w.ready("decode") and w.ready("detokenize"), timeout_s=30.0, what="heartbeats heard"
             )
             runner = Runner(
-                recorder, watch, http, nats, model, seed=args.seed, say=_say, streams=args.streams, tokens=args.tokens
-            )
+                recorder, watch, http, nats, model, seed=args.seed, say=_say, streams=args.streams, tokens=args.tokens,
+                deadline_s=args.deadline_s,
+            )  # fmt: skip
             await asyncio.sleep(1.0)  # four heartbeats: every actor has been heard
             await runner.prepare()
             _say(f"references: {len(runner.references)} requests ran undisturbed")

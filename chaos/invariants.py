@@ -237,9 +237,19 @@ def bounded(events: Iterable[Event], caps: Mapping[str, float]) -> list[Violatio
 
 
 def longest_gap_s(events: Iterable[Event]) -> float:
-    """Return the longest silence between two items of any one request, in seconds; 0 without two items."""
+    """Return the longest silence between two new items of any one request, in seconds; 0 without two items.
+
+    Repeats are not new: to a reader they are silence.
+    """
     longest = 0.0
     for group in by_request(events).values():
-        times = [e.t for e in group if e.kind == "item"]
+        times: list[float] = []
+        next_index: dict[int, int] = {}
+        for event in group:
+            if event.kind == "item":
+                choice, index = int(event.data["choice"]), event.data["index"]
+                if index is None or index == next_index.get(choice, 0):
+                    next_index[choice] = next_index.get(choice, 0) + 1
+                    times.append(event.t)
         longest = max([longest, *(b - a for a, b in zip(times, times[1:], strict=False))])
     return longest

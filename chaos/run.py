@@ -261,7 +261,7 @@ def summary(outcomes: list[Outcome], *, seed: int, engine: str) -> dict[str, Any
             "differing": sum(v.invariant == "same_text" for v in found),
             "violations": len(found),
             "longest_gap_ms": {
-                "p50": round(gaps[len(gaps) // 2], 1) if gaps else None,
+                "p50": round(gaps[(len(gaps) - 1) // 2], 1) if gaps else None,
                 "max": round(gaps[-1], 1) if gaps else None,
             },
         }

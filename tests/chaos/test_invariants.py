@@ -304,6 +304,16 @@ def test_the_longest_gap_is_between_items_of_one_request() -> None:
     assert longest_gap_s(events) == pytest.approx(2.1)
 
 
+def test_repeats_do_not_break_a_silence() -> None:
+    """Items that came before are no progress."""
+    events = stream()
+    at = items(events)[3]
+    events = [replace(e, t=e.t + 2.0) if i >= at else e for i, e in enumerate(events)]
+    events.insert(at, replace(events[at - 1], t=events[at - 1].t + 1.0))
+
+    assert longest_gap_s(events) == pytest.approx(2.1)
+
+
 def test_an_answer_is_read_as_a_client_reads_it() -> None:
     """Repeats and items out of order are dropped; choices are kept apart."""
     events = stream(count=2, choices=2)

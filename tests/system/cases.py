@@ -44,7 +44,7 @@ class Alive:
         return str(response.json()["choices"][0]["message"]["content"])
 
     def _workers(self) -> set[tuple[str, int]]:
-        return {(row["id"], row["pid"]) for row in self._system.ps()}
+        return {(row["id"], row["pid"]) for row in self._system.rows()}
 
     def check(self) -> None:
         """Assert that nothing was harmed."""
@@ -57,7 +57,7 @@ def assert_drained(system: System, *, within_s: float = 2.0) -> None:
     """DRAINED: no engine holds anything, at most two seconds from now (and the time to ask)."""
 
     def held() -> bool:
-        rows = [row for row in system.ps() if row["kind"] in ("prefill", "decode", "both")]
+        rows = [row for row in system.rows() if row["kind"] in ("prefill", "decode", "both")]
         assert rows
         return not any(row["running"] or row["waiting"] or row["load"].get("blocks_in_use") for row in rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -16,7 +18,9 @@ import httpx
 import psutil
 
 from chaos.instance import COMMAND, Address, InstanceFailed, address, leftovers, read_state
+from chaos.watch import Watch
 
+PR_SET_PDEATHSIG = 1
 START_LIMIT_S = 90.0
 STOP_LIMIT_S = 40.0
 
@@ -48,6 +52,11 @@ def wait_until(condition: Callable[[], Any], *, limit_s: float, what: str) -> An
         time.sleep(0.02)
 
 
+def _die_with_the_tests() -> None:
+    # A test run that is killed must not leave whole systems behind.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class System:
     """One running instance."""
 
@@ -63,7 +72,9 @@ class System:
         """Start without waiting."""
         argv = [*COMMAND, "up", "--instance", self.name, "--port-base", str(self.port_base), *self.options]
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen(argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=self._env)
+            self.process = subprocess.Popen(
+                argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=self._env, preexec_fn=_die_with_the_tests
+            )
 
     def start(self) -> System:
         """Start and wait until it is ready."""
@@ -129,6 +140,26 @@ class System:
         with httpx.stream("POST", self.url + "/v1/chat/completions", json=body, timeout=60.0) as response:
             assert response.status_code == 200, response.read()
             return Streamed(list(response.iter_lines()))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what `ps` would show, from heartbeats heard here: no process is started for it."""
+
+        async def listen() -> list[dict[str, Any]]:
+            nats = await self.address.connect("test-rows")
+            try:
+                watch = Watch(time.monotonic)
+                await watch.start(nats)
+                await asyncio.sleep(0.3)
+            finally:
+                await nats.close()
+            beats = [seen.beat for seen in watch.live()]
+            return [
+                {"kind": b.ref.kind, "id": b.ref.id, "node": b.node, "pid": b.pid, "state": b.state, "load": b.load,
+                 "running": b.load.get("running", 0), "waiting": b.load.get("waiting", 0)}
+                for b in beats
+            ]  # fmt: skip
+
+        return asyncio.run(listen())
 
     def ps(self) -> list[dict[str, Any]]:
         """Return what `headrace ps --json` prints."""

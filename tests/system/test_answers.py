@@ -90,7 +90,7 @@ def test_decoding_stops_within_a_step_of_the_match(system: System) -> None:
     """Tokens generated beyond the stop string are few: the engine hears of the match at once."""
 
     def generated() -> int:
-        rows = [row for row in system.ps() if row["kind"] in ("decode", "both")]
+        rows = [row for row in system.rows() if row["kind"] in ("decode", "both")]
         return sum(int(row["load"]["steps"]) for row in rows)
 
     assert_drained(system)
@@ -145,6 +145,16 @@ def test_the_native_example_prints_an_answer(split: System) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == COUNTING
     assert json.loads(lines[-1])["ok"] is True
+
+
+def test_ps_shows_every_actor(split: System) -> None:
+    """One row per actor with its process, as JSON for programs."""
+    rows = split.ps()
+
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"edge", "admission", "tokenize", "detokenize", "prefill", "decode", "transfer", "kv"}
+    assert len({row["pid"] for row in rows}) == len(rows)
+    assert all({"kind", "id", "pid", "epoch", "running", "waiting", "load"} <= set(row) for row in rows)
 
 
 def test_an_empty_prompt_or_an_unknown_model_harms_nobody(split: System) -> None:

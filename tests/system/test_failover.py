@@ -110,7 +110,7 @@ def test_a_scale_out_by_hand_takes_part_and_leaves_without_loss(split: System, t
         process = subprocess.Popen([*COMMAND, "actor", "decode", *options], stdout=out, stderr=out, env=env)
     try:
         row = wait_until(
-            lambda: next((r for r in split.ps() if r["node"] == "by-hand" and r["state"] == "ready"), None),
+            lambda: next((r for r in split.rows() if r["node"] == "by-hand" and r["state"] == "ready"), None),
             limit_s=30.0, what="the new node is ready",
         )  # fmt: skip
         reference = invariants.Answer((split.stream("Stay.", max_tokens=150).text,), ("length",))

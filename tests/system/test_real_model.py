@@ -61,7 +61,7 @@ def test_a_killed_decode_engine_changes_no_text(real: System) -> None:
     reference = real.stream(text, **options).text
 
     def serving() -> int | None:
-        rows = [row for row in real.ps() if row["kind"] == "decode" and row["running"]]
+        rows = [row for row in real.rows() if row["kind"] == "decode" and row["running"]]
         return int(rows[0]["pid"]) if rows else None
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -73,7 +73,7 @@ def test_a_killed_decode_engine_changes_no_text(real: System) -> None:
     assert survived.text == reference
     assert survived.reason == "length"
     wait_until(
-        lambda: sum(r["kind"] == "decode" and r["state"] == "ready" for r in real.ps()) == 2,
+        lambda: sum(r["kind"] == "decode" and r["state"] == "ready" for r in real.rows()) == 2,
         limit_s=60.0, what="the replacement is ready",
     )  # fmt: skip
 
