@@ -169,6 +169,7 @@ class AdmissionActor(Actor):
                 max_tokens=parsed.max_tokens,
                 remaining_s=record.deadline - wall,
                 now=now,
+                outputs=msg.outputs,
             )
         )
 

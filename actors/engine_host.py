@@ -437,11 +437,21 @@ class EngineActor(Actor):
         self.prefix.tick(now)
 
     def member_down(self, ref: Ref, reason: str) -> None:
-        """A transfer actor's confirmed exit ends all its writes."""
+        """A transfer actor's confirmed exit ends all its writes; with owner and detokenizer both gone, work is over."""
         if ref.kind == "transfer" and reason in ("exit", "superseded"):
             for job in self.destination.writer_gone(ref):
                 self.call(lambda core, job=job: core.absolve(job), _ignore)  # type: ignore[misc]
         self.prefix.member_down(ref)
+        if reason == "silent":
+            return
+        for work in list(self.works.values()):
+            # Whoever takes the request over dispatches it under a higher fence; nobody can ask for this try any more.
+            if ref in (work.owner, work.detok) and self._gone(work.owner) and self._gone(work.detok):
+                self.close(work.request_id, work.fence, None)
+
+    def _gone(self, ref: Ref) -> bool:
+        member = self.context.membership.get(ref)
+        return member is None or member.exited
 
     def transfer_actor(self) -> Ref | None:
         """The transfer actor of this host, if one is ready."""

@@ -189,9 +189,22 @@ class Ownership:
     # --- events ---------------------------------------------------------------------------------
 
     def admit(
-        self, record: Record, body: dict[str, Any], *, term: int, max_tokens: int | None, remaining_s: float, now: float
+        self,
+        record: Record,
+        body: dict[str, Any],
+        *,
+        term: int,
+        max_tokens: int | None,
+        remaining_s: float,
+        now: float,
+        outputs: list[list[int]] | None = None,
     ) -> list[Directive]:
-        """Own a request from now on; `remaining_s` is the time to its deadline."""
+        """Own a request from now on.
+
+        Args:
+            remaining_s: the time to its deadline.
+            outputs: ids per choice that an earlier owner's try has brought to the client.
+        """
         owned = Owned(
             record=record,
             fence=Fence(term, f"{self._me.id}.{self._me.epoch}", 0),
@@ -199,6 +212,7 @@ class Ownership:
             accepted_at=now,
             deadline=now + remaining_s,
             max_tokens=max_tokens,
+            outputs=[list(ids) for ids in outputs or []],
         )
         self._owned[record.request_id] = owned
         return self._advance(owned, now)
@@ -224,7 +238,8 @@ class Ownership:
             max_tokens = max(1, self._context_limit() - longest)
         sampling = owned.record.sampling.model_copy(update={"max_tokens": max_tokens})
         owned.record = owned.record.model_copy(update={"prompt_ids": msg.prompt_ids, "sampling": sampling})
-        owned.outputs = [[] for _ in range(owned.record.num_choices)]
+        if len(owned.outputs) != owned.record.num_choices:
+            owned.outputs = [[] for _ in range(owned.record.num_choices)]
         owned.tokenized = True
         owned.body = {}
         owned.timeline["tokenized"] = now

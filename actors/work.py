@@ -68,8 +68,9 @@ class Work:
     error_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.acked = [len(i) for i in self.ids]
-        self.sent = [len(i) for i in self.ids]
+        # Ids that came with the dispatch are sent again too: the detokenizer may be a new one, and checks the others.
+        self.acked = [0] * len(self.ids)
+        self.sent = [0] * len(self.ids)
 
     @property
     def request_id(self) -> str:

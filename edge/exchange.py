@@ -286,6 +286,7 @@ class Exchange:
                 traceparent=request.traceparent,
                 seed=request.seed,
                 created=request.created,
+                outputs=request.inflight.outputs,
             ),
         )
         return True

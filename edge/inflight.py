@@ -107,6 +107,14 @@ class Inflight:
         return [len(c.ids) for c in self._choices]
 
     @property
+    def outputs(self) -> list[list[int]]:
+        """Ids per choice that another owner may start from; none if there are none.
+
+        The last id of each is left out: it is chosen again, so that no choice is complete before it is resumed.
+        """
+        return [c.ids[:-1] for c in self._choices] if self.started else []
+
+    @property
     def window(self) -> int:
         """How many items per choice beyond `next` may be sent."""
         return max(0, CREDIT - self.waiting)

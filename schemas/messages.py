@@ -50,6 +50,7 @@ class Submit(Message):
     traceparent: str = ""
     seed: int | None = None  # fixed by the first acceptance; a resubmission repeats it
     created: int | None = None
+    outputs: list[list[int]] = []  # ids that the client has already, per choice: an earlier owner died
 
 
 class SubmitCancel(Message):
