@@ -267,7 +267,7 @@ class DetokenizeActor(Actor):
             )
             nexts = [int(n) for n in body.get("next", [])]
             status = "done" if body.get("done") else "ok"
-            window = int(body.get("window", 0))
+            window = int(body.get("window", -1))
         except (ValueError, TypeError, AttributeError, msgpack.exceptions.UnpackException):
             self.context.telemetry.log.warning("malformed acknowledgement", request_id=session.request_id)
             return

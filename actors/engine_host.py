@@ -406,7 +406,7 @@ class EngineActor(Actor):
             if ack.status == "done" or (ack.status == "fenced" and ack.fence > work.fence):
                 self.close(ack.request_id, max(ack.fence, work.fence), None)
             elif ack.status == "ok":
-                keys = [Key(work.request_id, c) for c in work.acknowledge(ack.next)]
+                keys = [Key(work.request_id, c) for c in work.acknowledge(ack.next, self.clock.now())]
                 if keys:
                     self.call(lambda core, keys=keys: [core.abort(k) for k in keys], _ignore)  # type: ignore[misc]
 

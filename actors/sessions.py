@@ -54,7 +54,7 @@ class Session:
     first_item_at: float = 0.0
     last_item_at: float = 0.0
     last_frame_at: float = 0.0
-    last_progress_at: float = 0.0
+    unacked_since: float = 0.0  # the last time that something was sent with nothing unacknowledged, or progress came
     terminal_sent: bool = False
     client_done: bool = False
     finished_acked: bool = False
@@ -85,7 +85,7 @@ class Session:
             deadline=now + remaining_s,
             last_item_at=now,
             last_frame_at=now,
-            last_progress_at=now,
+            unacked_since=now,
         )
 
     @property
@@ -137,6 +137,8 @@ class Session:
         """Return the next frame within the client's window, or None when there is nothing to send."""
         if self.silent or self.client_done:
             return None
+        if not self.terminal_sent and all(c.acked >= c.sent for c in self.choices):
+            self.unacked_since = now
         items: list[TextItem] = []
         finish: list[tuple[int, str, int]] = []
         everything = True
@@ -186,21 +188,30 @@ class Session:
         return sum(len(c.items) for c in self.choices)
 
     def client_ack(self, status: str, nexts: list[int], window: int, now: float) -> None:
-        """Take the client's acknowledgement."""
+        """Take the client's acknowledgement; a negative `window` leaves the one it granted before.
+
+        A client may be ahead of what is held here: it had another detokenizer before. One that grants nothing still
+        gets one item, and again, so that a lost grant cannot stop a stream for good.
+        """
         if status == "done":
             self.client_done = True
             return
         for choice, upto in zip(self.choices, nexts, strict=False):
-            if choice.acked < upto <= len(choice.items):
+            upto = min(upto, len(choice.items))
+            if choice.acked < upto:
                 choice.acked = upto
-                self.last_progress_at = now
-        if window > 0:
-            self.window = window
+                choice.sent = max(choice.sent, upto)
+                self.unacked_since = now
+        if window >= 0:
+            self.window = max(1, window)
         self.no_responder_at.clear()
 
     def rewind(self, now: float) -> bool:
-        """Prepare to send again whatever is unacknowledged for `RESEND_S`; returns whether there is any."""
-        if self.client_done or self.silent or now - self.last_frame_at < RESEND_S:
+        """Prepare to send again whatever is unacknowledged for `RESEND_S`; returns whether there is any.
+
+        New frames do not put it off: after a lost one a client can use none of them.
+        """
+        if self.client_done or self.silent or now - self.unacked_since < RESEND_S:
             return False
         behind = [c for c in self.choices if c.acked < c.sent]
         if not behind and not self.terminal_sent:
@@ -208,6 +219,7 @@ class Session:
         for c in self.choices:
             c.sent, c.finish_sent = min(c.sent, c.acked), False
         self.terminal_sent = False
+        self.unacked_since = now
         return True
 
     def stalled(self, now: float) -> bool:

@@ -63,7 +63,7 @@ class Work:
     unwanted: set[int] = field(default_factory=set)
     cached_tokens: int = 0
     began: float = 0.0  # Unix seconds
-    last_sent_at: float = 0.0
+    unacked_since: float = 0.0  # the last time that something was sent with nothing unacknowledged, or progress came
     error: HeadraceError | None = None
     error_at: float = 0.0
 
@@ -131,18 +131,25 @@ class Work:
             self.unwanted.clear()
 
     def rewind(self, now: float) -> bool:
-        """Prepare to repeat what is unacknowledged; returns whether there is any."""
-        if now - self.last_sent_at < RESEND_S:
+        """Prepare to repeat what is unacknowledged for `RESEND_S`; returns whether there is any.
+
+        New items do not put it off: after a lost message the detokenizer can use none of them.
+        """
+        if now - self.unacked_since < RESEND_S:
             return False
-        behind = False
-        for choice, acked in enumerate(self.acked):
-            if choice not in self.unwanted and acked < self.sent[choice]:
-                self.sent[choice] = acked
-                behind = True
-        return behind
+        behind = self._behind
+        for choice in behind:
+            self.sent[choice] = self.acked[choice]
+        return bool(behind)
+
+    @property
+    def _behind(self) -> list[int]:
+        return [c for c, n in enumerate(self.acked) if c not in self.unwanted and n < self.sent[c]]
 
     def take(self, now: float) -> Iterator[ItemBatch]:
         """Yield what has not been sent, in batches that fit one message."""
+        if not self._behind:
+            self.unacked_since = now
         items: list[Item] = []
         ends: list[tuple[int, str]] = []
         for choice, ids in enumerate(self.ids):
@@ -155,13 +162,12 @@ class Work:
             self.sent[choice] = len(ids)
         if not items:
             return
-        self.last_sent_at = now
         for start in range(0, len(items), MAX_ITEMS_PER_MESSAGE):
             chunk = items[start : start + MAX_ITEMS_PER_MESSAGE]
             last = start + MAX_ITEMS_PER_MESSAGE >= len(items)
             yield ItemBatch(self.request_id, self.fence, chunk, self.cached_tokens, ends if last else [])
 
-    def acknowledge(self, nexts: list[int]) -> list[int]:
+    def acknowledge(self, nexts: list[int], now: float) -> list[int]:
         """Take the detokenizer's acknowledgement; returns the choices of which it wants no more."""
         dropped = []
         for choice, upto in enumerate(nexts[: len(self.ids)]):
@@ -169,8 +175,12 @@ class Work:
                 if choice not in self.unwanted:
                     self.unwanted.add(choice)
                     dropped.append(choice)
-            else:
-                self.acked[choice] = max(self.acked[choice], min(upto, len(self.ids[choice])))
+                continue
+            upto = min(upto, len(self.ids[choice]))
+            if self.acked[choice] < upto:
+                self.acked[choice] = upto
+                self.sent[choice] = max(self.sent[choice], upto)
+                self.unacked_since = now
         return dropped
 
 
