@@ -1,0 +1,252 @@
+"""Whole instances in virtual time: real actors, scripted engines, a native client, and everything that may die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from virtual_fleet import Fleet, Stream, answer, fleet
+
+from runtime.memory_bus import Faults
+from runtime.virtual_clock import VirtualClock, run_virtual
+
+PROMPT = "the water that turns the wheel comes down the headrace " * 4
+LONG = PROMPT * 5  # about a thousand tokens: eight steps of prefill
+COUNT = 60
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls() -> Iterator[None]:
+    """Here the engines and all executors run on the loop by design; real time does not pass."""
+    yield
+
+
+def simulate(scenario: Any, directory: Path, *, seed: int = 0, **layout: int) -> Any:
+    """Run `scenario(fleet)` on a fresh instance."""
+
+    async def main(clock: VirtualClock) -> Any:
+        async with fleet(clock, directory, **layout) as f:
+            return await scenario(f)
+
+    return run_virtual(main, seed=seed)
+
+
+def check(stream: Stream, prompt: str, count: int) -> None:
+    """The stream is the undisturbed one: same text, one ending, right totals."""
+    assert stream.error is None
+    assert stream.text == answer(prompt, count)
+    assert stream.finish == {0: "length"}
+    assert stream.terminal is not None
+    assert stream.terminal["usage"]["completion_tokens"] == count
+    assert stream.terminal["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_a_request_runs_through_all_hops_and_leaves_nothing(tmp_path: Path) -> None:
+    """Admission, tokenize, prefill, transfer, decode, detokenize; afterwards nothing is held anywhere."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=COUNT)
+        await f.end(stream)
+        check(stream, PROMPT, COUNT)
+        assert stream.accepted is not None
+        await f.rest()
+        assert f.actor("transfer-0").load()["running"] == 0
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0, 1, 20])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "detokenize", "tokenize", "transfer", "kv"])
+def test_the_text_is_the_same_when_a_node_is_killed(kind: str, after: int, tmp_path: Path) -> None:
+    """SIGKILL of whoever serves the request, before its first item, just after it, and in mid-stream."""
+
+    async def scenario(f: Fleet) -> None:
+        streams = [await f.ask(LONG + str(i), max_tokens=COUNT) for i in range(3)]
+        if after:
+            await f.items(streams[0], after)
+        else:
+            await f.system.clock.sleep(0.11)
+        await f.kill(f.serving(kind, streams[0]))
+        for i, stream in enumerate(streams):
+            await f.end(stream)
+            check(stream, LONG + str(i), COUNT)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_kills_at_every_moment_of_a_request_change_nothing(tmp_path: Path) -> None:
+    """Every 30 ms of a request's life each of the hops is killed once, hand-off and end included."""
+    for tick in range(0, 26):
+        kind = ("decode", "prefill", "detokenize", "transfer")[tick % 4]
+        directory = tmp_path / str(tick)
+        directory.mkdir()
+
+        async def scenario(f: Fleet, tick: int = tick, kind: str = kind) -> None:
+            stream = await f.ask(LONG, max_tokens=20)
+            await f.system.clock.sleep(0.03 * tick)
+            await f.kill(f.serving(kind, stream))
+            await f.end(stream)
+            check(stream, LONG, 20)
+            await f.rest(limit_s=5.0)
+
+        simulate(scenario, directory, seed=tick)
+
+
+@pytest.mark.slow
+def test_a_stream_longer_than_the_window_survives_its_detokenizer(tmp_path: Path) -> None:
+    """Scenario: the client is further than the new detokenizer's first window reaches."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=600)
+        await f.items(stream, 400)
+        await f.kill(f.serving("detokenize", stream))
+        before = f.system.clock.now()
+        await f.items(stream, 420)
+        assert f.system.clock.now() - before < 2.0
+        await f.end(stream)
+        check(stream, PROMPT, 600)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_frozen_decode_is_replaced_and_its_late_items_change_nothing(tmp_path: Path) -> None:
+    """SIGSTOP in mid-stream, SIGCONT five seconds later: whatever it still sends is under a lower fence."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=400)
+        await f.items(stream, 20)
+        victim = f.serving("decode", stream)
+        f.freeze(victim)
+        before = f.system.clock.now()
+        await f.items(stream, 40)
+        gap = f.system.clock.now() - before
+        await f.system.clock.sleep(5.0 - gap)
+        f.thaw(victim)
+        await f.end(stream)
+        check(stream, PROMPT, 400)
+        await f.rest(limit_s=5.0)
+        assert gap < 4.0
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_twentieth_of_all_messages_may_be_lost(seed: int, tmp_path: Path) -> None:
+    """Everything is repeated until it is answered: text and totals are right, and pools come back."""
+
+    async def scenario(f: Fleet) -> None:
+        f.system.broker.faults["outside"] = Faults()
+        f.system.broker.default_faults = Faults(drop=0.05)
+        streams = [await f.ask(PROMPT + str(i), max_tokens=COUNT) for i in range(6)]
+        for i, stream in enumerate(streams):
+            await f.end(stream)
+            check(stream, PROMPT + str(i), COUNT)
+        await f.rest(limit_s=15.0)
+
+    simulate(scenario, tmp_path, seed=seed)
+
+
+@pytest.mark.slow
+def test_several_choices_survive_a_kill(tmp_path: Path) -> None:
+    """Choices share a prompt's blocks until they part; after the failover each goes on by itself."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=COUNT, n=3)
+        await f.items(stream, 40)
+        await f.kill(f.serving("decode", stream))
+        await f.end(stream)
+        assert ["".join(t) for t in stream.texts] == [answer(PROMPT, COUNT, choice=c) for c in range(3)]
+        assert (stream.terminal or {})["usage"]["prompt_tokens"] == len(PROMPT)
+        await f.rest()
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stop_string_ends_decoding_within_a_step(tmp_path: Path) -> None:
+    """The detokenizer finds it; the engine computes at most what was in flight."""
+
+    async def scenario(f: Fleet) -> None:
+        stop = answer(PROMPT, 30)[25:29]
+        stream = await f.ask(PROMPT, max_tokens=500, stop=[stop])
+        await f.end(stream)
+        assert stream.text == answer(PROMPT, 500).split(stop)[0]
+        assert stream.finish == {0: "stop"}
+        await f.rest(limit_s=0.5)
+        assert sum(a.stepped.steps for a in f.engines()) < 45
+
+    simulate(scenario, tmp_path)
+
+
+# --- cancels and deadlines in every phase -----------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_cancel_at_any_moment_returns_everything(tmp_path: Path) -> None:
+    """Every 10 ms of a request's life, through tokenizing, prefilling, transferring and decoding."""
+
+    async def scenario(f: Fleet) -> None:
+        for tick in range(1, 60):
+            stream = await f.ask(f"{tick} {LONG}", max_tokens=400)
+            await f.system.clock.sleep(0.01 * tick)
+            before = sum(a.stepped.steps for a in f.engines())
+            f.cancel(stream)
+            await f.rest()
+            assert sum(a.stepped.steps for a in f.engines()) - before <= 2
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_client_that_unsubscribes_is_noticed_in_every_phase(tmp_path: Path) -> None:
+    """Frames and keepalives that nobody listens to end the work."""
+
+    async def scenario(f: Fleet) -> None:
+        for tick in (2, 15, 40):
+            stream = await f.ask(f"{tick} {LONG}", max_tokens=4000)
+            await f.system.clock.sleep(0.01 * tick)
+            for member in list(f.system.outside._members):
+                if member.pending.pattern == stream.inbox:
+                    await member.unsubscribe()
+            await f.rest(limit_s=6.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_deadline_in_any_phase_ends_with_one_terminal(tmp_path: Path) -> None:
+    """No later than D + 1 s, and everything comes back."""
+
+    async def scenario(f: Fleet) -> None:
+        for ms in range(10, 900, 40):
+            stream = await f.ask(f"{ms} {LONG}", max_tokens=4000, deadline_s=ms / 1000)
+            await f.end(stream, limit_s=5.0)
+            assert stream.error == "deadline_exceeded"
+            assert stream.ended_at - stream.asked_at <= ms / 1000 + 1.0
+            await f.rest(limit_s=3.0)
+            assert stream.later_terminals == 0
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["detokenize", "decode", "prefill", "transfer"])
+def test_a_deadline_holds_while_a_node_is_frozen(kind: str, tmp_path: Path) -> None:
+    """The detokenizer ends at D; without it the owner at D + 0.3 s."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(LONG, max_tokens=4000, deadline_s=0.8)
+        await f.system.clock.sleep(0.3)
+        f.freeze(f.serving(kind, stream))
+        await f.end(stream, limit_s=5.0)
+        assert stream.error == "deadline_exceeded"
+        assert stream.ended_at - stream.asked_at <= 1.8
+
+    simulate(scenario, tmp_path)
