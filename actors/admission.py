@@ -255,7 +255,20 @@ class AdmissionActor(Actor):
                     self._perform(self._table.cancel(ack.request_id, "superseded", self.clock.now()))
 
     def _on_native_ack(self, message: BusMessage) -> None:
-        self._terminals.pop(message.subject.rsplit(".", 1)[-1], None)
+        """A native client answers `accepted`, or a terminal from here; `done` before any item is a cancel."""
+        request_id = message.subject.rsplit(".", 1)[-1]
+        if self._terminals.pop(request_id, None) is not None or message.no_responders:
+            return
+        owned = self._table.get(request_id)
+        if owned is None or owned.stage is not own.Stage.OPEN:
+            return
+        try:
+            json = owned.record.reply.encoding == "json"
+            body = load_json(message.payload) if json else _load_msgpack(message.payload)
+        except HeadraceError:
+            return
+        if body.get("done"):
+            self._perform(self._table.cancel(request_id, "cancel", self.clock.now()))
 
     def member_down(self, ref: Ref, reason: str) -> None:
         """Move work off what is gone; cancel the work of a dead edge."""
@@ -304,23 +317,28 @@ class AdmissionActor(Actor):
                     )
 
     def _send(self, d: own.Send) -> None:
+        try:
+            self.context.send(d.to, d.message)
+        except TooLarge as exc:
+            self._refuse(d.message, exc)
+            return
         if isinstance(d.message, m.Dispatch):
             self._count_in_flight(d.message)
-        self.context.send(d.to, d.message)
 
     def _anycast(self, d: own.Anycast) -> None:
         try:
             self.context.anycast(d.kind, d.message)
         except TooLarge as exc:
-            assert isinstance(d.message, m.RequestMessage)
-            self._refuse(d.message.request_id, exc)
+            self._refuse(d.message, exc)
 
-    def _refuse(self, request_id: str, error: HeadraceError) -> None:
-        owned = self._table.get(request_id)
-        if owned is not None:
+    def _refuse(self, message: m.Message, error: HeadraceError) -> None:
+        """A message about a request cannot travel: the request ends, the others go on."""
+        assert isinstance(message, m.RequestMessage)
+        owned = self._table.get(message.request_id)
+        if owned is not None and owned.stage is own.Stage.OPEN:
             fence = owned.fence
-            self._perform(self._table.cancel(request_id, "refused", self.clock.now()))
-            self._write_terminal(request_id, owned.record.reply, fence.next(), error)
+            self._perform(self._table.cancel(message.request_id, "refused", self.clock.now()))
+            self._write_terminal(message.request_id, owned.record.reply, fence.next(), error)
 
     def _accept(self, record: Record, fence: Fence) -> None:
         accepted = {

@@ -26,8 +26,9 @@ from schemas.subjects import Ref
 
 MAX_SESSIONS = 8192
 FINISHED_RESEND_S = 0.2
-# "No responders" is a suspicion; three within this time are a client that has left (R6).
-NO_RESPONDER_WINDOW_S = 2.0
+# "No responders" is a suspicion; three within this time are a client that has left (R6). Before the first item there
+# is only a keepalive per second: three of them take a little more than two.
+NO_RESPONDER_WINDOW_S = 2.5
 NO_RESPONDERS = 3
 RETIRED = 4096
 
@@ -118,8 +119,9 @@ class DetokenizeActor(Actor):
         else:
             if len(self._sessions) >= MAX_SESSIONS:
                 return  # the owner repeats, or chooses another
-            if self._fences.get(msg.request_id, msg.fence) > msg.fence:
-                return
+            ended = self._fences.get(msg.request_id)
+            if ended is not None and ended >= msg.fence:
+                return  # a repeat that was overtaken by the end
             session = Session.open(
                 msg,
                 token_bytes=self._vocabulary.visible_bytes,

@@ -109,6 +109,7 @@ class Owned:
     closing_until: float = 0.0
     failovers: int = 0
     retry_at: float = 0.0
+    error: HeadraceError | None = None  # given to the detokenizer to write
     timeline: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -279,7 +280,8 @@ class Ownership:
         if msg.error is not None:
             return self._engine_refused(owned, sender, from_info(msg.error), now)
         if msg.started:
-            owned.started = owned.started or sender == owned.placement.decode
+            if sender == owned.placement.decode:
+                owned.dispatched = owned.started = True
         elif sender == owned.placement.first:
             owned.dispatched = True
             owned.timeline.setdefault("dispatched", now)
@@ -320,7 +322,8 @@ class Ownership:
         """The detokenizer has ended the stream."""
         ack = Send(sender, m.FinishedAck(request_id=msg.request_id, fence=msg.fence))
         owned = self._open(msg.request_id)
-        if owned is None or msg.fence < owned.fence:
+        # The detokenizer alone decides the ending. It may do so just before it hears of a higher fence.
+        if owned is None or (msg.fence < owned.fence and sender != owned.detok):
             return [ack]
         outcome = "stop" if msg.error is None else str(msg.error.get("code") or "error")
         if msg.error is None and "length" in msg.finish_reasons:
@@ -366,7 +369,9 @@ class Ownership:
                     del self._owned[o.record.request_id]
             if o.stage is Stage.CLOSING:
                 continue
-            if ref == o.detok:
+            if ref == o.detok and o.error is not None:
+                out += self._end_with(o, o.error, now)
+            elif ref == o.detok:
                 out += self._lose_detok(o, ref, reason, now)
             elif ref in o.engines:
                 out += self._engine_down(o, ref, reason, now)
@@ -535,6 +540,7 @@ class Ownership:
                 o.to_close[ref] = m.Close(**self._head(o), reason="error", reply=self._me)
             o.placement, o.dispatched, o.redirect, o.ids_current = None, False, False, True
             o.retry_at = float("inf")  # nothing more is placed; its `Finished` will end it
+            o.error = error
             o.to_close[o.detok] = m.Close(**self._head(o), reason="error", error=error.info(), reply=self._me)
             return [Send(to, msg) for to, msg in o.to_close.items()]
         o.fence = o.fence.next()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from runtime.actor import Actor, Context
 from schemas import messages as m
-from schemas.errors import BadRequest, HeadraceError, InternalError
+from schemas.errors import BadRequest, HeadraceError, InternalError, TooLarge
 from schemas.openai import check_context
 from schemas.subjects import Ref
 
@@ -108,7 +108,10 @@ class TokenizeActor(Actor):
             error=error.info() if error else None,
             elapsed_s=elapsed,
         )
-        self.context.send(msg.reply, answer)
+        try:
+            self.context.send(msg.reply, answer)
+        except TooLarge as exc:
+            self.context.send(msg.reply, answer.model_copy(update={"prompt_ids": [], "error": exc.info()}))
 
 
 def encode(encoder: Encoder, msg: m.Tokenize) -> list[list[int]]:

@@ -210,8 +210,9 @@ def test_a_client_that_unsubscribes_is_noticed_in_every_phase(tmp_path: Path) ->
 
     async def scenario(f: Fleet) -> None:
         for tick in (2, 15, 40):
-            stream = await f.ask(f"{tick} {LONG}", max_tokens=4000)
+            stream = await f.ask(f"{tick} {LONG}", max_tokens=2500)
             await f.system.clock.sleep(0.01 * tick)
+            assert stream.terminal is None
             for member in list(f.system.outside._members):
                 if member.pending.pattern == stream.inbox:
                     await member.unsubscribe()
@@ -226,7 +227,7 @@ def test_a_deadline_in_any_phase_ends_with_one_terminal(tmp_path: Path) -> None:
 
     async def scenario(f: Fleet) -> None:
         for ms in range(10, 900, 40):
-            stream = await f.ask(f"{ms} {LONG}", max_tokens=4000, deadline_s=ms / 1000)
+            stream = await f.ask(f"{ms} {LONG}", max_tokens=2500, deadline_s=ms / 1000)
             await f.end(stream, limit_s=5.0)
             assert stream.error == "deadline_exceeded"
             assert stream.ended_at - stream.asked_at <= ms / 1000 + 1.0
@@ -242,7 +243,7 @@ def test_a_deadline_holds_while_a_node_is_frozen(kind: str, tmp_path: Path) -> N
     """The detokenizer ends at D; without it the owner at D + 0.3 s."""
 
     async def scenario(f: Fleet) -> None:
-        stream = await f.ask(LONG, max_tokens=4000, deadline_s=0.8)
+        stream = await f.ask(LONG, max_tokens=2500, deadline_s=0.8)
         await f.system.clock.sleep(0.3)
         f.freeze(f.serving(kind, stream))
         await f.end(stream, limit_s=5.0)
