@@ -113,9 +113,11 @@ class DetokenizeActor(Actor):
             return  # repeated until answered
         now, wall = self.clock.now(), self.clock.wall()
         session = self._sessions.get(msg.request_id)
+        if session is not None and session.silent and msg.fence > session.fence:
+            del self._sessions[msg.request_id]  # it was fenced off here, and is wanted here again
+            session = None
         if session is not None:
             session.reopen(msg)
-            session.record = session.record.model_copy(update={"owner": msg.record.owner})
         else:
             if len(self._sessions) >= MAX_SESSIONS:
                 return  # the owner repeats, or chooses another

@@ -235,8 +235,16 @@ class Session:
         return self.ended and self.client_done and self.finished_acked and self.engine_closed
 
     def reopen(self, msg: m.Open) -> None:
-        """The same request under a higher fence, still here: its ids and text stay."""
-        self.fence = max(self.fence, msg.fence)
+        """The same request under a higher fence, still here: its ids and text stay.
+
+        A new owner has heard nothing yet, whatever was settled with the one before.
+        """
+        if msg.fence < self.fence:
+            return
+        self.fence = msg.fence
+        if msg.record.owner != self.record.owner:
+            self.record = self.record.model_copy(update={"owner": msg.record.owner})
+            self.finished_acked = False
 
     def finished_message(self, wall: float) -> m.Finished:
         """Return what the owner is told at the end."""

@@ -192,10 +192,12 @@ class Exchange:
         if received.verdict is Verdict.DONE:
             self._ack(sender, Ack(request.id, Fence(*frame["fence"]), "done", [], 0))
         else:
+            # Another sender does not know what is here, and one that repeats itself has missed it.
+            ignorant = sender != request.sender or ("items" in frame and not received.fresh)
             request.sender = sender
             behind = max((n - a for n, a in zip(inflight.next, request.acked, strict=False)), default=0)
             # The rest is acknowledged by `tick`: often enough, and not once per token.
-            if accepted is not known or behind >= CREDIT // 4 or "terminal" in frame or "finish" in frame:
+            if ignorant or accepted is not known or behind >= CREDIT // 4 or "terminal" in frame or "finish" in frame:
                 self._ack_progress(request, now)
         if inflight.ended or inflight.has_events or accepted is not known:
             request.wake()

@@ -362,3 +362,15 @@ def test_the_owner_is_told_the_totals() -> None:
 
     assert (told.prompt_tokens, told.completion_tokens, told.finish_reasons) == (3, 2, ["length"])
     assert told.error is None and told.ended_at == 99.0
+
+
+def test_a_new_owner_is_told_the_end_although_the_old_one_needs_it_no_more() -> None:
+    """Scenario: the owner exits, which settles it; another one opens the request under a higher term."""
+    session = opened()
+    session.finished_acked = True
+    heir = Ref("admission", "b", "e7")
+
+    record = session.record.model_copy(update={"owner": heir})
+    session.reopen(m.Open(request_id="r1", fence=Fence(1, "b.e7", 0), record=record))
+
+    assert session.record.owner == heir and not session.finished_acked

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_fleet import Fleet, Stream, answer, fleet
+from virtual_fleet import MODEL, Fleet, Stream, answer, fleet
 
+from edge.actor import EdgeActor
+from edge.exchange import OpenRequest
+from edge.inflight import HARD_LIMIT, Delta
 from runtime.memory_bus import Faults
 from runtime.virtual_clock import VirtualClock, run_virtual
+from schemas.openai import parse_request
 
 PROMPT = "the water that turns the wheel comes down the headrace " * 4
 LONG = PROMPT * 5  # about a thousand tokens: eight steps of prefill
@@ -81,7 +85,7 @@ def test_the_text_is_the_same_when_a_node_is_killed(kind: str, after: int, tmp_p
 @pytest.mark.slow
 def test_kills_at_every_moment_of_a_request_change_nothing(tmp_path: Path) -> None:
     """Every 30 ms of a request's life each of the hops is killed once, hand-off and end included."""
-    for tick in range(0, 26):
+    for tick in range(26):
         kind = ("decode", "prefill", "detokenize", "transfer")[tick % 4]
         directory = tmp_path / str(tick)
         directory.mkdir()
@@ -181,6 +185,104 @@ def test_a_stop_string_ends_decoding_within_a_step(tmp_path: Path) -> None:
         assert stream.finish == {0: "stop"}
         await f.rest(limit_s=0.5)
         assert sum(a.stepped.steps for a in f.engines()) < 45
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_message_too_large_for_the_bus_ends_its_request_alone(tmp_path: Path) -> None:
+    """A prompt of one character per token travels as text and not as ids: 413 at once, and neighbours go on."""
+
+    async def scenario(f: Fleet) -> None:
+        f.system.broker.max_payload = 24_000
+        neighbour = await f.ask(PROMPT, max_tokens=100)
+        await f.items(neighbour, 10)
+        # A byte above 127 is an id of two bytes in a message.
+        text = await f.ask(["\u0439" * 900] * 7, max_tokens=10)
+        ids = await f.ask([[1] * 900] * 8, max_tokens=10)
+        for refused in (text, ids):
+            await f.system.until(lambda r=refused: r.terminal is not None, limit_s=3.0)
+        assert text.error == "payload_too_large"
+        await f.end(neighbour)
+        check(neighbour, PROMPT, 100)
+        await f.rest()
+
+    simulate(scenario, tmp_path)
+
+
+# --- through the edge -------------------------------------------------------------------------------
+
+
+def add_edge(f: Fleet) -> Any:
+    """A node with an edge that listens on no socket."""
+    node = f.nodes["edge-0"] = f.system.node("edge-0")
+    node.add("edge", "0", lambda context: EdgeActor(context, models=(MODEL,), listen=False))
+    return node
+
+
+def submit(f: Fleet, prompt: str, count: int) -> OpenRequest:
+    """What the HTTP side does with a body."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0}
+    parsed = parse_request("completion", body, models=(MODEL,))
+    edge = f.actor("edge-0")
+    now = f.system.clock.now()
+    request: OpenRequest = edge.exchange.open(
+        parsed, body, received_at=now, deadline_s=60.0, request_class="interactive", traceparent=""
+    )
+    return request
+
+
+async def read(f: Fleet, request: OpenRequest, *, until: int = 1 << 30) -> str:
+    """Take text until so many items are there, or the end."""
+    text = ""
+    while not request.inflight.ended and sum(request.inflight.next) < until:
+        await f.system.clock.sleep(0.01)
+        text += "".join(e.text for e in request.inflight.take() if isinstance(e, Delta))
+        f.actor("edge-0").exchange.taken(request)
+    return text + "".join(e.text for e in request.inflight.take() if isinstance(e, Delta))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["admission", "detokenize", "decode"])
+@pytest.mark.parametrize("after", [1, 40, 400])
+def test_an_edges_stream_survives_its_servers(kind: str, after: int, tmp_path: Path) -> None:
+    """Also when the new detokenizer begins far behind what the edge has, and when the owner dies."""
+
+    async def scenario(f: Fleet) -> None:
+        await f.system.start(add_edge(f))
+        await f.system.clock.sleep(0.5)
+        request = submit(f, PROMPT, 600)
+        text = await read(f, request, until=after)
+        victim = request.inflight.accepted.owner.id if request.inflight.accepted else "0"
+        name = f"admission-{victim}"
+        if kind != "admission":
+            name = next(n for n in f.nodes if n.startswith(kind) and request.id in f.actor(n).load()["requests"])
+        await f.kill(name)
+        before = f.system.clock.now()
+        text += await read(f, request, until=after + 20)
+        assert f.system.clock.now() - before < 3.0
+        text += await read(f, request)
+        assert request.inflight.error is None
+        assert text == answer(PROMPT, 600)
+        f.actor("edge-0").exchange.close(request)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_slow_reader_at_the_edge_holds_back_the_stream_and_loses_nothing(tmp_path: Path) -> None:
+    """What waits for the reader is bounded; when it reads on everything comes."""
+
+    async def scenario(f: Fleet) -> None:
+        await f.system.start(add_edge(f))
+        await f.system.clock.sleep(0.5)
+        request = submit(f, PROMPT, 900)
+        await f.system.clock.sleep(25.0)
+        assert sum(request.inflight.next) <= HARD_LIMIT
+        before = f.system.clock.now()
+        assert await read(f, request) == answer(PROMPT, 900)
+        assert f.system.clock.now() - before < 3.0
 
     simulate(scenario, tmp_path)
 

@@ -48,7 +48,9 @@ def answer(prompt: str, count: int, *, choice: int = 0) -> str:
 class SteppedEngine:
     """What `EngineThread` is to its actor, on the loop: a step every `PACE_S` while there is work."""
 
-    def __init__(self, core: EngineCore, deliver: Callable[[StepResult], None], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, core: EngineCore, deliver: Callable[[StepResult], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.core = core
         self.steps = 0
         self.load = core.load()
@@ -216,19 +218,21 @@ class Fleet:
 
     # --- a native client ------------------------------------------------------------------------
 
-    async def ask(self, prompt: str, *, max_tokens: int, deadline_s: float | None = None, **fields: Any) -> Stream:
+    async def ask(
+        self, prompt: str | list[Any], *, max_tokens: int, deadline_s: float | None = None, **fields: Any
+    ) -> Stream:
         """Publish a completion request; frames are taken and acknowledged from now on."""
         bus, clock = self.system.outside, self.system.clock
         inbox = bus.new_inbox()
         stream = Stream(inbox, clock.now(), deadline_s)
-        choices = int(fields.get("n", 1))
+        choices = int(fields.get("n", 1)) * (1 if isinstance(prompt, str) else len(prompt))
         stream.ids, stream.texts = [[] for _ in range(choices)], [[] for _ in range(choices)]
         self.streams[inbox] = stream
         await bus.subscribe(inbox, lambda message: self._take(stream, message))
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         if deadline_s is not None:
             body["deadline_ms"] = round(deadline_s * 1000)
-        bus.publish("requests.completion", json.dumps(body).encode(), reply=inbox)
+        bus.publish("requests.completion", json.dumps(body, ensure_ascii=False).encode(), reply=inbox)
         return stream
 
     def _take(self, stream: Stream, message: BusMessage) -> None:
