@@ -31,5 +31,5 @@ def resident_mb(pid: int) -> dict[str, float]:
 
 
 def _title(process: psutil.Process) -> str:
-    title = " ".join(process.cmdline())
-    return title.removeprefix("headrace: ")[:40] if title.startswith("headrace: ") else process.name()
+    title = " ".join(process.cmdline()).strip()  # a changed title is padded to the length of the old one
+    return title.removeprefix("headrace: ") if title.startswith("headrace: ") else process.name()

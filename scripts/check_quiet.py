@@ -25,9 +25,12 @@ FAILOVERS = "headrace_failovers_total"
 
 
 def total(text: str, name: str) -> float | None:
-    """Return the sum of one metric over all nodes, or None if nobody reports it."""
-    samples = [s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
-    return sum(samples) if samples else None
+    """Return the sum of one counter over all nodes and labels, or None if no node declares it.
+
+    A counter with labels that never counted has no samples, only its declaration: that is zero.
+    """
+    families = [f for f in text_string_to_metric_families(text) if f.name == name.removesuffix("_total")]
+    return float(sum(s.value for f in families for s in f.samples if s.name == name)) if families else None
 
 
 async def failovers(http: httpx.AsyncClient) -> float | None:

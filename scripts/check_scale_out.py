@@ -124,7 +124,9 @@ async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
     await watch.start(nats)
     async with where.client() as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        traffic = Traffic(recorder, streams(model, args.streams, args.tokens), http, nats)
+        # Different lengths, so that requests do not all begin at once.
+        loads = [streams(model, at + 1, args.tokens + 7 * at)[at] for at in range(args.streams)]
+        traffic = Traffic(recorder, loads, http, nats)
         references = await traffic.references()
         running = asyncio.create_task(traffic.run())
         node = ByHand()
