@@ -54,6 +54,18 @@ class Probe:
         Raises:
             TimeoutError: if one of them does not answer in time.
         """
+        merged: Labelled = {}
+        for text in (await self.texts(nodes, timeout_s=timeout_s)).values():
+            for key, value in parse(text).items():
+                merged[key] = merged.get(key, 0.0) + value
+        return merged
+
+    async def texts(self, nodes: set[str], *, timeout_s: float = 1.0) -> dict[str, str]:
+        """Return the metrics of these nodes as they wrote them.
+
+        Raises:
+            TimeoutError: if one of them does not answer in time.
+        """
         ticket = secrets.token_hex(8)
         answers = self._reports[ticket] = {}
         query = MetricsQuery(ticket=ticket, reply=self._ref)
@@ -66,8 +78,4 @@ class Probe:
                     await self._came.wait()
         finally:
             del self._reports[ticket]
-        merged: Labelled = {}
-        for node in nodes:
-            for key, value in parse(answers[node]).items():
-                merged[key] = merged.get(key, 0.0) + value
-        return merged
+        return {node: answers[node] for node in nodes}

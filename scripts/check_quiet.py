@@ -19,6 +19,8 @@ from chaos import invariants
 from chaos.clients import http_chat, native_chat
 from chaos.history import Recorder
 from chaos.instance import Address, InstanceFailed, add_options, serving
+from chaos.probe import Probe
+from chaos.watch import Watch
 from chaos.workload import streams
 
 FAILOVERS = "headrace_failovers_total"
@@ -33,19 +35,26 @@ def total(text: str, name: str) -> float | None:
     return float(sum(s.value for f in families for s in f.samples if s.name == name)) if families else None
 
 
-async def failovers(http: httpx.AsyncClient) -> float | None:
-    """Ask the edge how many failovers there have been."""
-    return total((await http.get("/metrics")).text, FAILOVERS)
+async def failovers(watch: Watch, probe: Probe) -> float | None:
+    """Ask the admission nodes how many failovers there have been: from them, since a merged page leaves out zeros."""
+    texts = await probe.texts({seen.beat.node for seen in watch.ready("admission")}, timeout_s=10.0)
+    counts = [total(text, FAILOVERS) for text in texts.values()]
+    return None if not counts or None in counts else sum(count for count in counts if count is not None)
 
 
 async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
     """Keep the streams running for the time asked for."""
     recorder = Recorder(time.monotonic)
     nats = await where.connect("check-quiet")
+    watch, probe = Watch(time.monotonic), Probe(nats)
+    await watch.start(nats)
+    await probe.start()
+    await watch.until(lambda w: w.ready("admission"), timeout_s=30.0, what="admission heard")
+    await asyncio.sleep(1.0)
     async with where.client() as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         loads = streams(model, args.streams, args.tokens)
-        before = await failovers(http)
+        before = await failovers(watch, probe)
         until = time.monotonic() + args.minutes * 60
         answers: dict[str, set[invariants.Answer]] = {load.key: set() for load in loads}
         found: list[invariants.Violation] = []
@@ -75,7 +84,7 @@ async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
         began = time.monotonic()
         await asyncio.gather(*(worker(at) for at in range(len(loads))))
         elapsed = time.monotonic() - began
-        after = await failovers(http)
+        after = await failovers(watch, probe)
     await nats.close()
     recorder.close()
     for violation in found[:10]:
