@@ -113,6 +113,8 @@ class DetokenizeActor(Actor):
             return  # repeated until answered
         now, wall = self.clock.now(), self.clock.wall()
         session = self._sessions.get(msg.request_id)
+        if self._superseded(msg, sender, session):
+            return
         if session is not None and session.silent and msg.fence > session.fence:
             del self._sessions[msg.request_id]  # it was fenced off here, and is wanted here again
             session = None
@@ -134,10 +136,21 @@ class DetokenizeActor(Actor):
             self._sessions[msg.request_id] = session
         self.context.send(sender, m.Opened(request_id=msg.request_id, fence=msg.fence))
 
+    def _superseded(self, msg: m.RequestMessage, sender: Ref, session: Session | None) -> bool:
+        """Whether another owner commands, or has ended, this request under a higher fence; the lower one is told so."""
+        known = session.fence if session is not None else self._fences.get(msg.request_id)
+        if known is None or known <= msg.fence or known.owner == msg.fence.owner:
+            return False
+        error = Cancelled("another owner serves this request", code="superseded")
+        self.context.send(sender, m.Finished(request_id=msg.request_id, fence=known, error=error.info()))
+        return True
+
     def _fence_ids(self, msg: m.FenceIds, sender: Ref | None) -> None:
         if sender is None:
             return
         session = self._sessions.get(msg.request_id)
+        if self._superseded(msg, sender, session):
+            return
         if session is None:
             self.context.send(sender, m.FencedIds(request_id=msg.request_id, fence=msg.fence, known=False))
             return
@@ -280,9 +293,10 @@ class DetokenizeActor(Actor):
 
     def _client_ack(self, session: Session, ack: Ack, now: float) -> None:
         if ack.status == "fenced":
-            session.fence = max(session.fence, ack.fence)
-            session.end(Cancelled("a newer owner serves this request"), now, silent=True)
-            session.finished_acked = True
+            # The heir may have opened the request here already, or do so next: the fence is its to raise.
+            if ack.fence <= session.fence:
+                return
+            session.end(Cancelled("another owner serves this request", code="superseded"), now, silent=True)
             self._after(session, now)
             return
         session.client_ack(ack.status, ack.next, ack.window, now)
@@ -330,11 +344,18 @@ class DetokenizeActor(Actor):
                 resend.append(session)
             elif now - session.last_frame_at >= KEEPALIVE_S and not session.ended:
                 session.last_frame_at = now
-                if session.record.reply.mode == "inbox":
-                    self._publish(session, frame(session.request_id, session.fence))
+                self._keep_alive(session)
             elif not session.client_done:
                 resend.append(session)
         self._flush(resend)
+
+    def _keep_alive(self, session: Session) -> None:
+        """An empty frame: nobody listens if the client has left, and an edge that is served by others says so."""
+        reply, empty = session.record.reply, frame(session.request_id, session.fence)
+        if reply.mode == "inbox":
+            self._publish(session, empty)
+        else:
+            self.context.send_hot(subjects.parse_mailbox(reply.subject), FRAMES, [empty])
 
     def _tick_ended(self, session: Session, now: float) -> None:
         if now >= session.next_finished:
