@@ -26,7 +26,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 
-
 class HeadraceError(Exception):
     """Root of the tree: a message for people and a `(status, type, param, code)` for programs."""
 
@@ -213,4 +212,4 @@ def from_info(info: dict[str, Any]) -> HeadraceError:
     )
 
 
-__all__ = [name for name in ERRORS] + ["ERRORS", "from_info"]
+__all__ = [*ERRORS, "ERRORS", "from_info"]

@@ -28,7 +28,7 @@ class Item(NamedTuple):
     """One output token of one choice on its way out of an engine."""
 
     choice: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an item
     id: int
     logprob: float | None
 
@@ -57,7 +57,7 @@ class TextItem(NamedTuple):
     """One output token as a client sees it: the text that its arrival releases may be empty."""
 
     choice: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an item
     id: int
     text: str
     logprob: float | None
