@@ -102,7 +102,8 @@ class DetokenizeActor(Actor):
                     self._retire(session)
             case m.FinishedAck():
                 session = self._sessions.get(message.request_id)
-                if session is not None:
+                # A former owner's word may come when another one has opened the request here.
+                if session is not None and sender == session.record.owner:
                     session.finished_acked = True
                     self._retire(session)
             case _:

@@ -314,6 +314,10 @@ class EngineActor(Actor):
             return
         del self.works[request_id]
         self.prefix.forget(work)
+        if work.role == "source" and work.decode is not None:
+            # Its owner may be gone, and the destination would wait for these blocks until the deadline.
+            over = m.Close(request_id=request_id, fence=work.fence, reason="source")
+            self.context.send(work.decode, over)
         writers: dict[Key, str] = {}
         for part in work.parts.values():
             if self.source.writing(work, part) or self.destination.writing(work, part):
@@ -437,7 +441,7 @@ class EngineActor(Actor):
         self.prefix.tick(now)
 
     def member_down(self, ref: Ref, reason: str) -> None:
-        """A transfer actor's confirmed exit ends all its writes; with owner and detokenizer both gone, work is over."""
+        """A transfer actor's confirmed exit ends all its writes; work that nobody can go on with or end is over."""
         if ref.kind == "transfer" and reason in ("exit", "superseded"):
             for job in self.destination.writer_gone(ref):
                 self.call(lambda core, job=job: core.absolve(job), _ignore)  # type: ignore[misc]
@@ -446,7 +450,8 @@ class EngineActor(Actor):
             return
         for work in list(self.works.values()):
             # Whoever takes the request over dispatches it under a higher fence; nobody can ask for this try any more.
-            if ref in (work.owner, work.detok) and self._gone(work.owner) and self._gone(work.detok):
+            needed = [work.detok] if work.started else [work.detok, *work.sources]
+            if ref in (work.owner, *needed) and self._gone(work.owner) and any(map(self._gone, needed)):
                 self.close(work.request_id, work.fence, None)
 
     def _gone(self, ref: Ref) -> bool:

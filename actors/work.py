@@ -84,6 +84,11 @@ class Work:
             return len(self.parts) == self.num_parts and all(p.activated for p in self.parts.values())
         return self.role == "local"
 
+    @property
+    def sources(self) -> list[Ref]:
+        """Engines whose hand-offs have not arrived."""
+        return [p.source for p in self.parts.values() if p.source is not None and not p.activated]
+
     def job(self, part: Part) -> str:
         """Return the name of a part's transfer; it is also the writer that its blocks may wait for."""
         return f"{self.request_id}.{part.number}.{self.fence.term}.{self.fence.n}"
