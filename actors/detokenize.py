@@ -102,6 +102,8 @@ class DetokenizeActor(Actor):
                     self._retire(session)
             case m.FinishedAck():
                 session = self._sessions.get(message.request_id)
+                if session is not None and sender is not None:
+                    session.former.discard(sender)
                 # A former owner's word may come when another one has opened the request here.
                 if session is not None and sender == session.record.owner:
                     session.finished_acked = True
@@ -121,6 +123,7 @@ class DetokenizeActor(Actor):
             session = None
         if session is not None:
             session.reopen(msg)
+            self._tell_former(session, now)
         else:
             if len(self._sessions) >= MAX_SESSIONS:
                 return  # the owner repeats, or chooses another
@@ -142,9 +145,17 @@ class DetokenizeActor(Actor):
         known = session.fence if session is not None else self._fences.get(msg.request_id)
         if known is None or known <= msg.fence or known.owner == msg.fence.owner:
             return False
-        error = Cancelled("another owner serves this request", code="superseded")
-        self.context.send(sender, m.Finished(request_id=msg.request_id, fence=known, error=error.info()))
+        self._tell_superseded(sender, msg.request_id, known)
         return True
+
+    def _tell_former(self, session: Session, now: float) -> None:
+        session.former_told_at = now
+        for owner in session.former:
+            self._tell_superseded(owner, session.request_id, session.fence)
+
+    def _tell_superseded(self, owner: Ref, request_id: str, fence: Fence) -> None:
+        error = Cancelled("another owner serves this request", code="superseded")
+        self.context.send(owner, m.Finished(request_id=request_id, fence=fence, error=error.info()))
 
     def _fence_ids(self, msg: m.FenceIds, sender: Ref | None) -> None:
         if sender is None:
@@ -330,6 +341,8 @@ class DetokenizeActor(Actor):
         self._dirty_acks.clear()
         resend = []
         for session in list(self._sessions.values()):
+            if session.former and now - session.former_told_at >= FINISHED_RESEND_S:
+                self._tell_former(session, now)
             if session.ended:
                 self._tick_ended(session, now)
             elif now >= session.deadline:
@@ -384,6 +397,7 @@ class DetokenizeActor(Actor):
         for session in list(self._sessions.values()):
             if session.source == ref:
                 session.engine_closed = True
+            session.former.discard(ref)
             if session.record.owner == ref:
                 session.finished_acked = True
             if session.record.reply.subject == ref.subject and not session.ended:

@@ -61,6 +61,8 @@ class Session:
     engine_closed: bool = True
     next_finished: float = 0.0
     no_responder_at: list[float] = field(default_factory=list)
+    former: set[Ref] = field(default_factory=set)  # owners that do not know yet that another one has taken over
+    former_told_at: float = 0.0
     stall_reported_at: float = 0.0
 
     @classmethod
@@ -243,6 +245,7 @@ class Session:
             return
         self.fence = msg.fence
         if msg.record.owner != self.record.owner:
+            self.former.add(self.record.owner)
             self.record = self.record.model_copy(update={"owner": msg.record.owner})
             self.finished_acked = False
 

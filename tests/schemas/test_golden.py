@@ -6,6 +6,7 @@ Regenerate only for a message that is new, or together with a new `PROTOCOL_VERS
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,16 @@ def test_hot_golden_bytes_are_understood() -> None:
 
     _, kind, origin, body = split(bytes.fromhex(golden()[FRAMES]))
     assert (kind, origin, body) == (FRAMES, DETOK.wire(), FRAME_LIST)
+
+
+def test_the_page_on_the_protocol_tells_of_every_message_and_its_example_is_true() -> None:
+    """Each class is named in it, and the bytes that it explains are the golden ones."""
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    block = page.split("An example, `Closed` without a sender:\n\n```\n")[1].split("```")[0]
+    bytes_shown = "".join(re.match(r" *((?:[0-9a-f]{2} ?)*)", line)[1] for line in block.splitlines())  # type: ignore[index]
+
+    assert [n for n in (*m.MESSAGES, ITEMS, ACKS, FRAMES) if f"`{n}`" not in page and n != "RequestMessage"] == []
+    assert bytes_shown.replace(" ", "") == golden()["without a sender"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: type(e).__name__)
