@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_fleet import MODEL, Fleet, Stream, answer, fleet
+from virtual_fleet import LAYOUT, MODEL, Fleet, Stream, answer, fleet
 
 from edge.actor import EdgeActor
 from edge.exchange import OpenRequest
@@ -158,6 +159,28 @@ def test_a_twentieth_of_all_messages_may_be_lost(seed: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("away_s", [0.5, 3.0])
+def test_a_bus_that_goes_away_and_comes_back_costs_nothing_but_time(away_s: float, tmp_path: Path) -> None:
+    """All connections break in mid-stream and return: what was lost is repeated, and nobody is taken for dead."""
+
+    async def scenario(f: Fleet) -> None:
+        streams = [await f.ask(PROMPT + str(i), max_tokens=300) for i in range(3)]
+        await f.items(streams[0], 30)
+        buses = [f.system.outside, *(b for s in f.system._slots.values() for b in (s.control, s.stream))]
+        for bus in buses:
+            bus.disconnect()
+        await f.system.clock.sleep(away_s)
+        for bus in buses:
+            bus.reconnect()
+        for i, stream in enumerate(streams):
+            await f.end(stream)
+            check(stream, PROMPT + str(i), 300)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 def test_several_choices_survive_a_kill(tmp_path: Path) -> None:
     """Choices share a prompt's blocks until they part; after the failover each goes on by itself."""
 
@@ -268,6 +291,39 @@ def test_an_edges_stream_survives_its_servers(kind: str, after: int, tmp_path: P
         await f.rest(limit_s=5.0)
 
     simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_survive_a_storm(seed: int, tmp_path: Path) -> None:
+    """One to three kills of any actors at moments of the seed's choosing, in some seeds with message loss besides."""
+    draw = random.Random(seed)
+    drop = draw.choice([0.0, 0.02])
+    kinds = ["decode", "prefill", "detokenize", "transfer", "kv", "tokenize", "admission"]
+    moments = sorted(draw.uniform(0.0, 1.2) for _ in range(draw.choice([1, 2, 3])))
+
+    async def scenario(f: Fleet) -> None:
+        await f.system.start(add_edge(f))
+        await f.system.clock.sleep(0.5)
+        f.system.broker.default_faults = Faults(drop=drop)
+        prompts = [LONG[: draw.randrange(20, 1000)] + str(i) for i in range(4)]
+        counts = [draw.randrange(1, 120) for _ in prompts]
+        requests = [submit(f, p, n) for p, n in zip(prompts, counts, strict=True)]
+        start = f.system.clock.now()
+        readers = [f.system.clock.spawn(read(f, r), name="reader") for r in requests]
+        for moment in moments:
+            await f.system.clock.sleep(max(0.0, start + moment - f.system.clock.now()))
+            kind = draw.choice(kinds)
+            await f.kill(f"{kind}-{draw.randrange(LAYOUT[kind])}", again_after_s=draw.choice([0.1, 0.5, 1.0]))
+        texts = [await reader for reader in readers]
+        assert [r.inflight.error for r in requests] == [None] * 4
+        assert texts == [answer(p, n) for p, n in zip(prompts, counts, strict=True)]
+        assert f.system.clock.now() - start < 12.0
+        for request in requests:
+            f.actor("edge-0").exchange.close(request)
+        await f.rest(limit_s=20.0 if drop else 8.0)
+
+    simulate(scenario, tmp_path, seed=seed)
 
 
 @pytest.mark.slow
