@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from headrace import embedded_nats, fetch
+from models.errors import ModelFileError
+from models.gguf import GgufFile
 from schemas.settings import Settings
 
 GGUF_MAGIC = b"GGUF"
@@ -38,8 +40,10 @@ class Check:
 def check_model_file(path: Path) -> None:
     """Refuse a model that cannot be one before any process loads it.
 
+    Metadata and tensor table are read (a sixth of a second for 49,000 tokens), tensor bytes are not.
+
     Raises:
-        StartError: if the file is absent, not readable, or does not begin as a GGUF file does.
+        StartError: if the file is absent, not readable, no GGUF file, cut short or corrupt.
     """
     try:
         with path.open("rb") as file:
@@ -50,6 +54,10 @@ def check_model_file(path: Path) -> None:
         raise StartError(f"model {path} is not a GGUF file: it begins with {head[:4]!r}, not {GGUF_MAGIC!r}")
     if len(head) < 8:
         raise StartError(f"model {path} is cut short after {len(head)} bytes")
+    try:
+        GgufFile(path).close()
+    except ModelFileError as exc:
+        raise StartError(f"model {exc}") from exc
 
 
 def check_port(host: str, port: int, what: str) -> None:

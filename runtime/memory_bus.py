@@ -192,7 +192,7 @@ class MemoryBus:
             block = encode_headers(headers)
             size += len(block)
             fields = decode_headers(block)[1]
-        check_size(subject, size, self._broker.max_payload)
+        check_size(size, self._broker.max_payload)
         if not self.connected:
             self._count["dropped_disconnected"] += 1
             return

@@ -248,7 +248,7 @@ class NatsBus:
         else:
             command = b"%b%d\r\n%b\r\n" % (head, size, payload)
         if size > self._client._max_payload:
-            check_size(subject, size, self.max_payload)
+            check_size(size, self.max_payload)
         if self._closing or not self._client.up:
             self._count["dropped_disconnected"] += 1
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,13 @@ def test_up_refuses_a_busy_port_before_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "cannot be read"), (b"not a model", "not a GGUF file"), (b"GGUF", "cut short")]
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        (b"not a model", "not a GGUF file"),
+        (b"GGUF", "cut short"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 272, 33), "corrupt: claims 33 metadata values and 272 tensors"),
+    ],
 )
 def test_up_refuses_a_file_that_is_no_model(content: bytes | None, said: str, tmp_path: Path) -> None:
     """A wrong path or file is told at once, by name."""
