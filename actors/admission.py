@@ -435,7 +435,10 @@ class AdmissionActor(Actor):
         )
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
-        return least_loaded(self._members("detokenize"), self._sent_since(self.clock.now()), self.clock.now())
+        """Take one on another node where there is one: no single death takes owner and detokenizer."""
+        members = self._members("detokenize")
+        elsewhere = [e for e in members if e.node != self.context.node]
+        return least_loaded(elsewhere or members, self._sent_since(self.clock.now()), self.clock.now())
 
     def _sent_since(self, now: float) -> Mapping[Ref, int]:
         out: dict[Ref, int] = {}

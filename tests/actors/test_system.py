@@ -103,6 +103,23 @@ def test_kills_at_every_moment_of_a_request_change_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("after", [1, 40])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_native_stream_survives_the_death_of_either_light_node(number: int, after: int, tmp_path: Path) -> None:
+    """Owner and detokenizer of a request are on different nodes: whichever dies, the other carries it to its end."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=COUNT)
+        await f.items(stream, after)
+        await f.kill(f"light-{number}")
+        await f.end(stream)
+        check(stream, PROMPT, COUNT)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path, admission=0, tokenize=0, detokenize=0, light=2)
+
+
+@pytest.mark.slow
 def test_a_stream_longer_than_the_window_survives_its_detokenizer(tmp_path: Path) -> None:
     """Scenario: the client is further than the new detokenizer's first window reaches."""
 

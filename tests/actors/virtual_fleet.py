@@ -137,7 +137,7 @@ class Stream:
 
 
 class Fleet:
-    """Nodes with one actor each, named `<kind>-<number>`."""
+    """Nodes named `<kind>-<number>`, with one actor each; a `light` node has three, as in the default layout."""
 
     def __init__(self, system: MemorySystem, directory: Path) -> None:
         self.system = system
@@ -151,7 +151,8 @@ class Fleet:
         """Make a node; a second one of that name is a new incarnation."""
         name = f"{kind}-{number}"
         node = self.nodes[name] = self.system.node(name)
-        node.add(kind, str(number), lambda context: self._actor(kind, context))
+        for each in LIGHT if kind == "light" else (kind,):
+            node.add(each, str(number), lambda context, each=each: self._actor(each, context))
         return node
 
     def _actor(self, kind: str, context: Context) -> Actor:
@@ -289,7 +290,7 @@ class Fleet:
             if any(held.values()) or a.stepped.core.pool.in_use:
                 out.append(f"{a.ref}: {held}, {a.stepped.core.pool.in_use} blocks in use")
         for name, node in self.nodes.items():
-            if not self.system._slots[name].gone and not node.actors[0].idle:
+            if not self.system._slots[name].gone and not all(a.idle for a in node.actors):
                 out.append(f"{name} is not idle")
         return out
 
@@ -308,6 +309,7 @@ def inert(stream: Stream) -> bool:
     return stream.inbox == ""
 
 
+LIGHT = ("admission", "tokenize", "detokenize")
 LAYOUT = {"admission": 2, "tokenize": 2, "detokenize": 2, "kv": 1, "transfer": 1, "prefill": 1, "decode": 2}
 
 
@@ -322,7 +324,7 @@ async def fleet(clock: VirtualClock, directory: Path, **layout: int) -> AsyncIte
             for number in range(count):
                 made.make(kind, number)
         await system.start()
-        ready = len(made.nodes)
+        ready = sum(len(n.actors) for n in made.nodes.values())
         await system.until(
             lambda: all(len(n.membership.members()) == ready for n in made.nodes.values()), limit_s=10.0
         )
