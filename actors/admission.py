@@ -69,6 +69,8 @@ class AdmissionActor(Actor):
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
         self._failovers = telemetry.counter("failovers_total", "Requests moved off a lost actor", ("kind", "reason"))
+        for kind in ("prefill", "decode", "both", "detokenize"):
+            self._failovers.labels(kind, "exit")  # on the page as zero before the first one
         self._prompt = telemetry.counter("prompt_tokens_total", "Prompt tokens of ended requests")
         self._generation = telemetry.counter("generation_tokens_total", "Output tokens of ended requests")
         self._e2e = telemetry.histogram(
