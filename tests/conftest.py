@@ -15,6 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.nats_server import NatsServer
 
+SYSTEM = Path(__file__).resolve().parent / "system"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole systems come last: what they start lives until the end, and would take processor time from the others."""
+    items.sort(key=lambda item: SYSTEM in item.path.parents)
+
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
