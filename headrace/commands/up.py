@@ -29,6 +29,7 @@ from schemas.errors import HeadraceError
 from schemas.settings import Loaded, Settings, load
 
 # Beyond the drain limit: the engines, the store and the bus have to leave too.
+POOLS = "headrace-"  # how the names of all pools begin; a pool whose owner lives is locked
 STOP_MARGIN_S = 1.5
 POLL_S = 0.05
 
@@ -121,7 +122,7 @@ class _Up:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._asked_to_stop)
-        self._reap(settings)
+        self._reap(settings, POOLS)  # also what a killed instance of another name has left
         plans = plan_nodes(settings)
         try:
             try:
@@ -313,8 +314,8 @@ class _Up:
         if self.supervisor is not None:
             self.console.print("stopped")
 
-    def _reap(self, settings: Settings) -> None:
-        for name in reap(Path(settings.shm_dir), settings.pool_prefix, set()):
+    def _reap(self, settings: Settings, prefix: str = "") -> None:
+        for name in reap(Path(settings.shm_dir), prefix or settings.pool_prefix, set()):
             logging.getLogger("headrace.up").warning("removed %s, which a dead process had left", name)
 
 
