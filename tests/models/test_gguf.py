@@ -125,7 +125,7 @@ def test_a_bad_file_gives_an_error_that_names_it(name: str, tiny: Path, tmp_path
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "bad.gguf" in str(caught.value) and len(str(caught.value)) < 500
-    assert time.perf_counter() - begin < 1.0
+    assert time.perf_counter() - begin < 5
     assert peak < 2 * tiny.stat().st_size
 
 

@@ -30,7 +30,7 @@ def test_virtual_time_jumps_over_waiting() -> None:
 
     seconds = timeit.timeit(lambda: run_virtual(main), number=1)
     assert run_virtual(main) == (pytest.approx(3600.0), pytest.approx(3600.0))
-    assert seconds < 1.0
+    assert seconds < 10
 
 
 def test_virtual_time_waits_for_threads() -> None:
