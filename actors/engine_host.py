@@ -446,6 +446,7 @@ class EngineActor(Actor):
             for job in self.destination.writer_gone(ref):
                 self.call(lambda core, job=job: core.absolve(job), _ignore)  # type: ignore[misc]
         self.prefix.member_down(ref)
+        self.source.transfer_down(ref)
         if reason == "silent":
             return
         for work in list(self.works.values()):

@@ -13,7 +13,8 @@ from engine.live import HeldBlocks
 from engine.plan import Sampled
 from engine.sequence import Key
 from schemas import messages as m
-from schemas.errors import from_info
+from schemas.errors import Unavailable, from_info
+from schemas.subjects import Ref
 
 if TYPE_CHECKING:
     from actors.engine_host import EngineActor
@@ -90,11 +91,16 @@ class Source:
         if part.held is None or part.held_blocks is None or part.reserved is None or part.activated:
             return
         part.next_send = engine.clock.now() + JOB_RESEND_S
-        transfer = engine.transfer_actor()
+        if part.transfer is not None and not engine.context.membership.is_up(part.transfer):
+            # It may have moved the blocks already, and the destination may use them: another actor, which does not
+            # know, would write over what was added since. A new try gets new blocks.
+            engine.fail(work, Unavailable("the transfer actor of this hand-off is gone", code="transfer_lost"))
+            return
+        transfer = part.transfer or engine.transfer_actor()
         pool = part.reserved.pool
         if transfer is None or pool is None or engine.pool is None or work.decode is None:
             return  # repeated by `tick`
-        part.shipped = True
+        part.transfer = transfer
         engine.destination.expect_job(work.job(part), transfer)
         job = m.TransferJob(
             request_id=work.request_id,
@@ -142,7 +148,14 @@ class Source:
 
     def writing(self, work: Work, part: Part) -> bool:
         """Whether the transfer actor may still read this part's blocks here."""
-        return work.role == "source" and part.shipped and not part.activated
+        return work.role == "source" and part.transfer is not None and not part.activated
+
+    def transfer_down(self, transfer: Ref) -> None:
+        """Look at its hand-offs at the next tick."""
+        for work in self._engine.works.values():
+            for part in work.parts.values():
+                if part.transfer == transfer:
+                    part.next_send = 0.0
 
     def tick(self, now: float) -> None:
         """Repeat reservations and jobs."""

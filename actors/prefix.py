@@ -25,6 +25,7 @@ COPY_LIMIT_S = 1.0
 MIN_BLOCKS = 2  # shorter prefixes are computed faster than they are asked for
 WRITE_BATCH = 64
 WRITE_ANSWER_S = 1.0
+JOB_RESEND_S = 1.0
 NOBODY = Fence(0, "", 0)
 
 
@@ -48,8 +49,9 @@ class _Write:
     candidates: list[Candidate]
     refs: list[m.BlockRef]
     kv: Ref
-    until: float
+    until: float  # for the tier's answer; then for the next repeat of the job
     transfer: Ref | None = None
+    job: m.TransferJob | None = None
 
 
 class PrefixStore:
@@ -268,8 +270,9 @@ class PrefixStore:
             self._end_write(False, [])
             return
         write.transfer = transfer
+        write.until = engine.clock.now() + JOB_RESEND_S
         engine.destination.expect_job(msg.ticket, transfer)
-        job = m.TransferJob(
+        write.job = m.TransferJob(
             request_id=msg.ticket,
             fence=NOBODY,
             job=msg.ticket,
@@ -281,7 +284,7 @@ class PrefixStore:
             source_blocks=[write.refs[i] for i in msg.positions],
             dest_blocks=msg.blocks,
         )
-        engine.context.send(transfer, job)
+        engine.context.send(transfer, write.job)
 
     def _end_write(self, ok: bool, checksums: list[int]) -> None:
         assert self._write is not None
@@ -301,9 +304,14 @@ class PrefixStore:
             if now >= load.until:
                 self._missed.labels("slow").inc()
                 self._give_up(ticket, load)
-        # With a copy under way the blocks stay as they are until its end, or the transfer actor's, is known.
-        if self._write is not None and self._write[1].transfer is None and now >= self._write[1].until:
-            self._end_write(False, [])
+        if self._write is not None and now >= self._write[1].until:
+            write = self._write[1]
+            if write.transfer is None or write.job is None:
+                self._end_write(False, [])
+                return
+            # With a copy under way the blocks stay as they are until its end, or the transfer actor's, is known.
+            write.until = now + JOB_RESEND_S
+            self._engine.context.send(write.transfer, write.job)
 
     def member_down(self, ref: Ref) -> None:
         """A dead transfer actor copies nothing more."""

@@ -31,7 +31,7 @@ class Part:
     reserved: m.Reserved | None = None
     held: list[Sampled] | None = None
     held_blocks: HeldBlocks | None = None
-    shipped: bool = False
+    transfer: Ref | None = None  # who moves it: nobody else ever may
     # destination
     source: Ref | None = None
     blocks: list[int] | None = None

@@ -198,6 +198,29 @@ def test_a_bus_that_goes_away_and_comes_back_costs_nothing_but_time(away_s: floa
 
 
 @pytest.mark.slow
+def test_no_transfer_is_done_twice_by_two_actors(tmp_path: Path) -> None:
+    """Scenario: decode runs, its `Activated` is lost, the transfer actor dies: its successor must not copy again.
+
+    It would write over what decode has added in the last block, or over blocks that serve another request by now.
+    """
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(LONG, max_tokens=COUNT)
+        await f.system.clock.sleep(0.08)
+        for number in range(2):
+            f.system.broker.partition(f"decode-{number}-control", "prefill-0-control")
+        await f.items(stream, 5)
+        await f.kill("transfer-0", again_after_s=0.1)
+        await f.system.clock.sleep(0.7)
+        f.system.broker.heal()
+        await f.end(stream)
+        check(stream, LONG, COUNT)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 def test_several_choices_survive_a_kill(tmp_path: Path) -> None:
     """Choices share a prompt's blocks until they part; after the failover each goes on by itself."""
 
