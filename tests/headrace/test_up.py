@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.ports import free_ports
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 NAME = f"t-{os.getpid()}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Up:
@@ -38,7 +33,7 @@ class Up:
         self.name = name
         self.env = {**clean, "HEADRACE_RUNTIME_DIR": str(directory / "run"), "HEADRACE_INSTANCE": name}
         self.directory = directory
-        self.port = free_port()
+        self.port = free_ports()
         self.lines: list[str] = []
         self._new = threading.Condition()
         self.process = subprocess.Popen(
@@ -176,7 +171,7 @@ def test_doctor_finds_a_healthy_instance(up: Up) -> None:
 
 def test_a_second_instance_of_the_same_name_is_refused_and_the_first_not_harmed(up: Up) -> None:
     """The name is a lock."""
-    done = up.command("up", "--engine", "scripted", "--http", f"127.0.0.1:{free_port()}")
+    done = up.command("up", "--engine", "scripted", "--http", f"127.0.0.1:{free_ports()}")
 
     assert done.returncode == 1
     assert "is running already" in done.stderr
@@ -258,7 +253,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_start_sweeps_up(tmp_
 
 def test_two_instances_run_side_by_side_by_their_port_base(tmp_path: Path, up: Up) -> None:
     """All ports move, and the name with them."""
-    base = free_port()
+    base = free_ports(2)
     (tmp_path / "b").mkdir()
     other = Up(tmp_path / "b", "--port-base", str(base), name=f"{NAME}-b")
     try:

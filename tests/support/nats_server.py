@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.support.ports import free_ports
+
 
 class NatsServer:
     """Starts and stops one server on a port that stays the same over restarts."""
@@ -17,7 +19,7 @@ class NatsServer:
         self._directory = directory
         self._extra = extra
         self.max_payload = max_payload
-        self.port = _free_port()
+        self.port = free_ports()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -76,9 +78,3 @@ class NatsServer:
         self.max_payload = max_payload
         self.write_config()
         self.signal(signal.SIGHUP)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

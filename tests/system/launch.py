@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,25 +18,11 @@ import psutil
 
 from chaos.instance import COMMAND, Address, InstanceFailed, address, leftovers, read_state
 from chaos.watch import Watch
+from tests.support.ports import free_ports
 
 PR_SET_PDEATHSIG = 1
 START_LIMIT_S = 90.0
 STOP_LIMIT_S = 40.0
-
-
-def free_port_base() -> int:
-    """Return a port that is free now, and so is the next one (an instance takes two)."""
-    for _ in range(50):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        try:
-            with socket.socket() as second:
-                second.bind(("127.0.0.1", port + 1))
-                return port
-        except (OSError, OverflowError):
-            continue
-    raise RuntimeError("no two free ports in a row")
 
 
 def wait_until(condition: Callable[[], Any], *, limit_s: float, what: str) -> Any:
@@ -61,7 +46,7 @@ class System:
     """One running instance."""
 
     def __init__(self, directory: Path, *options: str, env: dict[str, str] | None = None) -> None:
-        self.port_base = free_port_base()
+        self.port_base = free_ports(2)
         self.name = f"test-{self.port_base}"
         self.log = directory / f"{self.name}.log"
         self.options = options
@@ -222,4 +207,4 @@ class Streamed:
         return next(dict(c["usage"]) for c in self.chunks if c.get("usage"))
 
 
-__all__ = ["InstanceFailed", "Streamed", "System", "free_port_base", "wait_until"]
+__all__ = ["InstanceFailed", "Streamed", "System", "wait_until"]
