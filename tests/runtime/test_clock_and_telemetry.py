@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.clock import SystemClock
-from runtime.deadline import Deadline, earliest
 from runtime.telemetry import Telemetry, json_logger, parse_traceparent
 from runtime.virtual_clock import VirtualClock, run_virtual
 from runtime.wire import check_pattern, check_subject, decode_headers, encode_headers, matches
@@ -63,24 +62,6 @@ async def test_a_failing_task_is_logged_and_counted(caplog: pytest.LogCaptureFix
     assert clock.tasks.failed == 1
     assert "nobody awaits me" in caplog.text and "failing" in caplog.text
     assert len(clock.tasks) == 0
-
-
-def test_a_deadline_is_monotonic_after_receipt() -> None:
-    """Remaining time follows the monotonic clock, the wire keeps the absolute one."""
-
-    async def main(clock: VirtualClock) -> None:
-        deadline = Deadline.receive(clock.wall() + 10.0, clock)
-        clock._wall_at_zero += 3600.0  # the wall clock is stepped
-        await clock.sleep(4.0)
-        assert deadline.remaining(clock.now()) == pytest.approx(6.0)
-        assert not deadline.passed(clock.now())
-        await clock.sleep(6.5)
-        assert deadline.passed(clock.now()) and not deadline.passed(clock.now(), 1.0)
-        later = Deadline.after(100.0, clock)
-        assert earliest(later, None, deadline) is deadline
-        assert earliest(None) is None
-
-    run_virtual(main)
 
 
 def test_metrics_are_made_once_and_named_with_the_prefix() -> None:
