@@ -246,6 +246,16 @@ class DetokenizeActor(Actor):
 
     def _after(self, session: Session, now: float) -> None:
         """An ending was decided: tell the engine and the owner; both are repeated by `tick`."""
+        if not session.traced:
+            session.traced, wall = True, self.clock.wall()
+            self.context.telemetry.hop(
+                "hop.detokenize",
+                session.record.traceparent,
+                wall - (now - session.opened_at),
+                wall,
+                request_id=session.request_id,
+                completion_tokens=session.completion_tokens,
+            )
         if session.source is not None and not session.engine_closed:
             self._close_engine(session)
         self._tell_owner(session, now)

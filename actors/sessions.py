@@ -64,6 +64,7 @@ class Session:
     former: set[Ref] = field(default_factory=set)  # owners that do not know yet that another one has taken over
     former_told_at: float = 0.0
     stall_reported_at: float = 0.0
+    traced: bool = False
 
     @classmethod
     def open(

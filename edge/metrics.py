@@ -111,9 +111,10 @@ def merge(reports: Mapping[str, str]) -> str:
                     family = name
                 samples.setdefault(family, []).append(_labelled(line, name, label))
     out: list[str] = []
-    for family in sorted(samples):
+    # A labelled counter that has not counted yet has a head and no sample: dashboards still find its name.
+    for family in sorted({*heads, *samples}):
         out += [line for _, line in sorted(heads.get(family, {}).items())]
-        out += samples[family]
+        out += samples.get(family, [])
     return "\n".join(out) + "\n" if out else ""
 
 
