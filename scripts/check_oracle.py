@@ -180,10 +180,14 @@ def check_chat(model: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", type=Path, default=next((ROOT / ".headrace/models").glob("*.gguf"), None))
+    parser.add_argument("model", nargs="?", type=Path, help="a GGUF file; the default model, fetched, without it")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
+    if args.model is None:
+        from headrace.fetch import ensure_model
+
+        args.model = ensure_model()
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "scripts")]
     # Waiting threads that spin make a busy machine ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from engine.plan import Row  # noqa: E402  # the checkout is put on the path first
 from engine.sequence import Key  # noqa: E402
 from engine.torch_runner import TorchRunner  # noqa: E402
+from headrace.fetch import ensure_model  # noqa: E402
 from models.exactness import Exactness  # noqa: E402
 from schemas.record import Sampling  # noqa: E402
 
@@ -215,10 +216,12 @@ def check(model: Path, dtype: str, threads: int) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", type=Path, default=next((ROOT / ".headrace/models").glob("*.gguf"), None))
+    parser.add_argument("model", nargs="?", type=Path, help="a GGUF file; the default model, fetched, without it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="run one configuration only")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if args.model is None:
+        args.model = ensure_model()
     if args.dtype:
         print(json.dumps(check(args.model, args.dtype, args.threads)))
         return 0
