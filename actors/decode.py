@@ -109,7 +109,7 @@ class Destination:
         if self._gone(work, part):
             if got is not None and part.key.request_id not in self._engine.works:
                 key = part.key
-                self._engine.call(lambda core: core.abort(key), lambda _, __: None)
+                self._engine.call(lambda core: core.abort(key))
             self.retry()
             return
         if error is not None:
@@ -203,7 +203,7 @@ class Destination:
     def abort_job(self, job: str, request_id: str, fence: Fence) -> None:
         """Ask that a job be given up by name; `settled` and `writer_gone` say when it is over."""
         engine = self._engine
-        transfer = self._transfers.get(job) or engine.transfer_actor()
+        transfer = self._transfers.get(job) or engine.neighbour("transfer")
         message = m.TransferAbort(request_id=request_id, fence=fence, job=job)
         self._aborts[job] = _Abort(message, transfer, engine.clock.now() + ABORT_RESEND_S)
         if transfer is not None:
@@ -228,7 +228,7 @@ class Destination:
             if now >= abort.next_send:
                 abort.next_send = now + ABORT_RESEND_S
                 if abort.transfer is None:
-                    abort.transfer = self._engine.transfer_actor()
+                    abort.transfer = self._engine.neighbour("transfer")
                 if abort.transfer is not None:
                     self._engine.context.send(abort.transfer, self._aborts[job].message)
         self.retry()

@@ -155,10 +155,18 @@ class EngineActor(Actor):
         out = dict(self.thread.statistics) if self.thread is not None else {}
         return {**out, "requests": len(self.works)}
 
-    def call(self, fn: Callable[[EngineCore], T], then: Callable[[T | None, BaseException | None], None]) -> None:
-        """Run `fn` on the engine between steps, then `then(result, error)` on this loop."""
+    def call(
+        self, fn: Callable[[EngineCore], T], then: Callable[[T | None, BaseException | None], None] | None = None
+    ) -> None:
+        """Run `fn` on the engine between steps, then `then(result, error)` on this loop.
+
+        Without `then` the outcome changes nothing: aborting twice, say, is no fault.
+        """
         assert self.thread is not None and self._loop is not None
         loop = self._loop
+        if then is None:
+            self.thread.call(fn)
+            return
 
         def done(future: Future[T]) -> None:
             if future.cancelled():
@@ -269,9 +277,24 @@ class EngineActor(Actor):
         """Give a request up; the owner is told until it closes it."""
         work.error, work.error_at = error, self.clock.now()
         self._failed.inc()
-        keys = work.keys()
-        self.call(lambda core: [core.abort(k) for k in keys if core.get(k) is not None], _ignore)
+        self._abort(work)
         self._send_error(work)
+
+    def _abort(self, work: Work, then: Callable[[object, object], None] | None = None) -> None:
+        """Drop a request's sequences and loads; blocks that the transfer actor may still touch wait for its word."""
+        self.prefix.forget(work)
+        writers: dict[Key, str] = {}
+        for part in work.parts.values():
+            if self.source.writing(work, part) or self.destination.writing(work, part):
+                writers[part.key] = work.job(part)
+                self.destination.abort_transfer(work, part)
+        keys = work.keys()
+
+        def abort(core: EngineCore) -> None:
+            for key in keys:
+                core.abort(key, writer=writers.get(key))
+
+        self.call(abort, then)
 
     def _send_error(self, work: Work) -> None:
         assert work.error is not None
@@ -313,27 +336,15 @@ class EngineActor(Actor):
             answer()
             return
         del self.works[request_id]
-        self.prefix.forget(work)
         if work.role == "source" and work.decode is not None:
             # Its owner may be gone, and the destination would wait for these blocks until the deadline.
             over = m.Close(request_id=request_id, fence=work.fence, reason="source")
             self.context.send(work.decode, over)
-        writers: dict[Key, str] = {}
-        for part in work.parts.values():
-            if self.source.writing(work, part) or self.destination.writing(work, part):
-                writers[part.key] = work.job(part)
-                self.destination.abort_transfer(work, part)
-        keys = work.keys()
         if work.role != "source" and work.began:
             self.context.telemetry.hop(
                 "hop.decode", work.record.traceparent, work.began, self.clock.wall(), request_id=request_id
             )
-
-        def abort(core: EngineCore) -> None:
-            for key in keys:
-                core.abort(key, writer=writers.get(key))
-
-        self.call(abort, answer)
+        self._abort(work, answer)
 
     def _closed(self, msg: m.Closed) -> None:
         work = self.works.get(msg.request_id)
@@ -344,7 +355,7 @@ class EngineActor(Actor):
         """No write of this job can follow: whatever waited for it is free."""
         if self.destination.settled(msg.job):
             job = msg.job
-            self.call(lambda core: core.absolve(job), _ignore)
+            self.call(lambda core: core.absolve(job))
         self.source.on_transfer_done(msg)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -412,7 +423,7 @@ class EngineActor(Actor):
             elif ack.status == "ok":
                 keys = [Key(work.request_id, c) for c in work.acknowledge(ack.next, self.clock.now())]
                 if keys:
-                    self.call(lambda core, keys=keys: [core.abort(k) for k in keys], _ignore)  # type: ignore[misc]
+                    self.call(lambda core, keys=keys: [core.abort(k) for k in keys])  # type: ignore[misc]
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -444,7 +455,7 @@ class EngineActor(Actor):
         """A transfer actor's confirmed exit ends all its writes; work that nobody can go on with or end is over."""
         if ref.kind == "transfer" and reason in ("exit", "superseded"):
             for job in self.destination.writer_gone(ref):
-                self.call(lambda core, job=job: core.absolve(job), _ignore)  # type: ignore[misc]
+                self.call(lambda core, job=job: core.absolve(job))  # type: ignore[misc]
         self.prefix.member_down(ref)
         self.source.transfer_down(ref)
         if reason == "silent":
@@ -459,13 +470,9 @@ class EngineActor(Actor):
         member = self.context.membership.get(ref)
         return member is None or member.exited
 
-    def transfer_actor(self) -> Ref | None:
-        """The transfer actor of this host, if one is ready."""
-        for member in self.context.membership.members("transfer"):
+    def neighbour(self, kind: str) -> Ref | None:
+        """An actor of a kind on this host, if one is ready."""
+        for member in self.context.membership.members(kind):
             if member.host == self.context.host and not member.silent:
                 return member.ref
         return None
-
-
-def _ignore(_: object, __: BaseException | None) -> None:
-    """For commands whose outcome changes nothing: aborting twice is no fault."""

@@ -224,7 +224,8 @@ class Ownership:
         if term <= owned.fence.term or owned.stage is Stage.CLOSING:
             return []
         owned.fence = Fence(term, owned.fence.owner, owned.fence.n)
-        return self._lose_engines(owned, now) + self._reopen(owned) + self._advance(owned, now)
+        owned.opened = False
+        return self._lose_engines(owned, now) + self._advance(owned, now)
 
     def on_tokenized(self, msg: m.Tokenized, now: float) -> list[Directive]:
         """Prompt ids are there, or the prompt is refused."""
@@ -244,8 +245,8 @@ class Ownership:
         owned.tokenized = True
         owned.body = {}
         owned.timeline["tokenized"] = now
-        owned.next_send = now
-        return self._reopen(owned) + self._advance(owned, now)
+        owned.opened = False
+        return self._advance(owned, now)
 
     def on_opened(self, msg: m.Opened, sender: Ref, now: float) -> list[Directive]:
         """The detokenizer holds the request."""
@@ -465,10 +466,6 @@ class Ownership:
         return [Send(o.runner, m.Redirect(**self._head(o), detokenize=o.detok, reply=self._me))]
 
     # --- losses ---------------------------------------------------------------------------------
-
-    def _reopen(self, o: Owned) -> list[Directive]:
-        o.opened = False
-        return []
 
     def _engine_down(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
         placement = o.placement

@@ -96,7 +96,7 @@ class Source:
             # know, would write over what was added since. A new try gets new blocks.
             engine.fail(work, Unavailable("the transfer actor of this hand-off is gone", code="transfer_lost"))
             return
-        transfer = part.transfer or engine.transfer_actor()
+        transfer = part.transfer or engine.neighbour("transfer")
         pool = part.reserved.pool
         if transfer is None or pool is None or engine.pool is None or work.decode is None:
             return  # repeated by `tick`
@@ -142,7 +142,7 @@ class Source:
             return
         part.activated = True
         key = part.key
-        engine.call(lambda core: core.release(key), lambda _, __: None)
+        engine.call(lambda core: core.release(key))
         if all(p.activated for p in work.parts.values()):
             engine.works.pop(work.request_id, None)
 

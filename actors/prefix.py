@@ -73,17 +73,11 @@ class PrefixStore:
         """Whether no load is under way; unfinished write-backs may be lost."""
         return not self._loads
 
-    def _kv(self) -> Ref | None:
-        for member in self._engine.context.membership.members("kv"):
-            if member.host == self._engine.context.host and not member.silent:
-                return member.ref
-        return None
-
     # --- loading --------------------------------------------------------------------------------
 
     def begin(self, work: Work, sequences: list[Sequence]) -> None:
         """Give a request's sequences to the engine, after its prompt's stored prefix where that is worth it."""
-        kv = self._kv()
+        kv = self._engine.neighbour("kv")
         short = not sequences or sequences[0].num_tokens <= MIN_BLOCKS * BLOCK_TOKENS
         if kv is None or short or len(work.record.prompt_ids) != 1:
             self._add(work, sequences)
@@ -124,7 +118,7 @@ class PrefixStore:
             if load is None and msg.blocks:
                 self._missed.labels("late").inc()
             return
-        transfer = self._engine.transfer_actor()
+        transfer = self._engine.neighbour("transfer")
         if not msg.blocks or msg.pool is None or transfer is None:
             self._give_up(msg.ticket, load)
             return
@@ -157,7 +151,7 @@ class PrefixStore:
         load.blocks = got[0]
         if msg.ticket not in self._loads:  # closed meanwhile
             key = load.key
-            engine.call(lambda core: core.abandon_load(key), lambda _, __: None)
+            engine.call(lambda core: core.abandon_load(key))
             return
         engine.destination.expect_job(msg.ticket, transfer)
         job = m.TransferJob(
@@ -196,10 +190,10 @@ class PrefixStore:
         self._engine.context.send(load.kv, m.KvRelease(ticket=msg.job))
         if msg.error is not None:
             self._missed.labels(str(msg.error.get("code"))).inc()
-            self._engine.call(lambda core: core.abandon_load(key), lambda _, __: None)
+            self._engine.call(lambda core: core.abandon_load(key))
             return
         self._loaded.inc(len(blocks))
-        self._engine.call(lambda core: core.load_prefix(key, blocks, hashes), lambda _, __: None)
+        self._engine.call(lambda core: core.load_prefix(key, blocks, hashes))
 
     def _give_up(self, ticket: str, load: _Load) -> None:
         """Compute the prompt instead."""
@@ -210,7 +204,7 @@ class PrefixStore:
             self._add(load.work, load.sequences)
             return
         key = load.key
-        engine.call(lambda core: core.abandon_load(key, writer=ticket), lambda _, __: None)
+        engine.call(lambda core: core.abandon_load(key, writer=ticket))
         engine.destination.abort_job(ticket, load.work.request_id, load.work.fence)
 
     def forget(self, work: Work) -> None:
@@ -222,8 +216,7 @@ class PrefixStore:
                 if load.blocks:
                     key = load.key
                     self._engine.call(
-                        lambda core, k=key, t=ticket: core.abandon_load(k, writer=t),  # type: ignore[misc]
-                        lambda _, __: None,
+                        lambda core, k=key, t=ticket: core.abandon_load(k, writer=t)  # type: ignore[misc]
                     )
                     self._engine.destination.abort_job(ticket, work.request_id, work.fence)
 
@@ -231,7 +224,7 @@ class PrefixStore:
 
     def write_back(self) -> None:
         """Store what was computed, one batch at a time."""
-        kv = self._kv()
+        kv = self._engine.neighbour("kv")
         if kv is None or self._write is not None or self._collecting:
             return
         self._collecting = True
@@ -265,7 +258,7 @@ class PrefixStore:
         if self._write is None or self._write[0] != msg.ticket or self._write[1].transfer is not None:
             return
         write, engine = self._write[1], self._engine
-        transfer = engine.transfer_actor()
+        transfer = engine.neighbour("transfer")
         if not msg.blocks or msg.pool is None or transfer is None or engine.pool is None:
             self._end_write(False, [])
             return

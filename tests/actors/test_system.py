@@ -221,6 +221,30 @@ def test_no_transfer_is_done_twice_by_two_actors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_blocks_of_a_failed_hand_off_wait_for_a_frozen_transfer_actor(tmp_path: Path) -> None:
+    """R10. Scenario: a job is with a transfer actor that freezes; prefill gives the try up, the actor wakes and copies.
+
+    Prefill's blocks must not be computed over until the actor says that it is done, although the try has failed.
+    """
+
+    async def scenario(f: Fleet) -> None:
+        pool = f.actor("prefill-0").pool
+        f.freeze("transfer-0")
+        stream = await f.ask(LONG, max_tokens=COUNT)
+        await f.system.clock.sleep(1.0)
+        assert pool.num_quarantined == 0 and pool.in_use > 0
+        await f.system.clock.sleep(2.0)
+        assert pool.num_quarantined > 0
+        f.thaw("transfer-0")
+        await f.end(stream)
+        check(stream, LONG, COUNT)
+        await f.rest(limit_s=5.0)
+        assert pool.num_quarantined == 0
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 def test_several_choices_survive_a_kill(tmp_path: Path) -> None:
     """Choices share a prompt's blocks until they part; after the failover each goes on by itself."""
 
