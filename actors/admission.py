@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
-import msgpack
 import orjson
 
 from actors import ownership as own
+from actors import replies
 from actors.placement import Engines, Placement, least_loaded, place
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
 from schemas import messages as m
 from schemas import subjects
-from schemas.errors import BadRequest, HeadraceError, Overloaded, TooLarge, Unavailable
-from schemas.items import ACKS, FRAMES, frame, parse_acks
-from schemas.openai import ParsedRequest, load_json, parse_request
+from schemas.errors import HeadraceError, Overloaded, TooLarge, Unavailable
+from schemas.items import ACKS, frame, parse_acks
+from schemas.openai import ParsedRequest, parse_request
 from schemas.record import Fence, Record, ReplyTo
 from schemas.subjects import Ref
 
@@ -119,7 +119,7 @@ class AdmissionActor(Actor):
         request_id = self.clock.random_hex(12)
         fence = Fence(0, f"{self.ref.id}.{self.ref.epoch}", 0)
         try:
-            body = load_json(message.payload) if encoding == "json" else _load_msgpack(message.payload)
+            body = replies.read(message.payload, encoding)
         except HeadraceError as exc:
             self._write_terminal(request_id, reply, fence, exc)
             self._requests.labels(exc.code or "error").inc()
@@ -265,8 +265,7 @@ class AdmissionActor(Actor):
         if owned is None or owned.stage is not own.Stage.OPEN:
             return
         try:
-            json = owned.record.reply.encoding == "json"
-            body = load_json(message.payload) if json else _load_msgpack(message.payload)
+            body = replies.read(message.payload, owned.record.reply.encoding)
         except HeadraceError:
             return
         if body.get("done"):
@@ -297,7 +296,7 @@ class AdmissionActor(Actor):
                     continue
                 t.tries += 1
                 t.next_send = now + TERMINAL_RESEND_S
-                self._write(request_id, t.reply, t.frame)
+                replies.write(self.context, t.reply, request_id, t.frame)
 
     # --- doing ----------------------------------------------------------------------------------
 
@@ -350,21 +349,15 @@ class AdmissionActor(Actor):
             "deadline": record.deadline,
             "owner": record.owner.wire(),
         }
-        self._write(record.request_id, record.reply, frame(record.request_id, fence, accepted=accepted))
+        out = frame(record.request_id, fence, accepted=accepted)
+        replies.write(self.context, record.reply, record.request_id, out)
 
     def _write_terminal(self, request_id: str, reply: ReplyTo, fence: Fence, error: HeadraceError) -> None:
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         terminal = {"usage": usage, "items": [], "error": error.info()}
         out = frame(request_id, fence, terminal=terminal)
         self._terminals[request_id] = _OwnTerminal(reply, out, self.clock.now() + TERMINAL_RESEND_S)
-        self._write(request_id, reply, out)
-
-    def _write(self, request_id: str, reply: ReplyTo, out: dict[str, Any]) -> None:
-        if reply.mode == "mailbox":
-            self.context.send_hot(subjects.parse_mailbox(reply.subject), FRAMES, [out])
-            return
-        data = orjson.dumps(out) if reply.encoding == "json" else msgpack.packb(out, use_bin_type=True)
-        self.context.publish(reply.subject, data, reply=subjects.ack(self.ref, request_id))
+        replies.write(self.context, reply, request_id, out)
 
     def _log_ended(self, d: own.Ended) -> None:
         now = self.clock.now()
@@ -462,18 +455,3 @@ class AdmissionActor(Actor):
         owned = self._table.get(msg.request_id)
         if owned is not None and owned.placement is not None:
             self._in_flight.setdefault(owned.placement.first, []).append((now, tokens))
-
-
-def _load_msgpack(data: bytes) -> dict[str, Any]:
-    """Read a msgpack body.
-
-    Raises:
-        BadRequest: if it is not a msgpack map with text keys.
-    """
-    try:
-        body = msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as exc:
-        raise BadRequest(f"the body is not msgpack: {exc}") from exc
-    if not isinstance(body, dict) or not all(isinstance(k, str) for k in body):
-        raise BadRequest("the body is not a map with text keys")
-    return body

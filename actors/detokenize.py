@@ -11,15 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
-import msgpack
-import orjson
-
+from actors import replies
 from actors.sessions import KEEPALIVE_S, Session
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
 from schemas import messages as m
 from schemas import subjects
-from schemas.errors import Cancelled, DeadlineExceeded, from_info
+from schemas.errors import BadRequest, Cancelled, DeadlineExceeded, from_info
 from schemas.items import ACKS, FRAMES, ITEMS, Ack, ItemBatch, acks_body, frame, parse_acks, parse_items
 from schemas.record import Fence
 from schemas.subjects import Ref
@@ -281,14 +279,9 @@ class DetokenizeActor(Actor):
                 if session.record.reply.mode == "mailbox":
                     boxes.setdefault(session.record.reply.subject, []).append(out)
                 else:
-                    self._publish(session, out)
+                    replies.write(self.context, session.record.reply, session.request_id, out)
         for subject, frames in boxes.items():
             self.context.send_hot(subjects.parse_mailbox(subject), FRAMES, frames)
-
-    def _publish(self, session: Session, out: dict[str, Any]) -> None:
-        reply = session.record.reply
-        data = orjson.dumps(out) if reply.encoding == "json" else msgpack.packb(out, use_bin_type=True)
-        self.context.publish(reply.subject, data, reply=subjects.ack(self.ref, session.request_id))
 
     def _on_native_ack(self, message: BusMessage) -> None:
         session = self._sessions.get(message.subject.rsplit(".", 1)[-1])
@@ -299,15 +292,11 @@ class DetokenizeActor(Actor):
             self._no_responders(session, now)
             return
         try:
-            body = (
-                orjson.loads(message.payload)
-                if session.record.reply.encoding == "json"
-                else msgpack.unpackb(message.payload)
-            )
+            body = replies.read(message.payload, session.record.reply.encoding)
             nexts = [int(n) for n in body.get("next", [])]
             status = "done" if body.get("done") else "ok"
             window = int(body.get("window", -1))
-        except (ValueError, TypeError, AttributeError, msgpack.exceptions.UnpackException):
+        except (BadRequest, ValueError, TypeError):
             self.context.telemetry.log.warning("malformed acknowledgement", request_id=session.request_id)
             return
         self._client_ack(session, Ack(session.request_id, session.fence, status, nexts, window), now)
@@ -368,18 +357,12 @@ class DetokenizeActor(Actor):
                 resend.append(session)
             elif now - session.last_frame_at >= KEEPALIVE_S and not session.ended:
                 session.last_frame_at = now
-                self._keep_alive(session)
+                # Nobody listens if the client has left, and an edge that is served by others says so.
+                empty = frame(session.request_id, session.fence)
+                replies.write(self.context, session.record.reply, session.request_id, empty)
             elif not session.client_done:
                 resend.append(session)
         self._flush(resend)
-
-    def _keep_alive(self, session: Session) -> None:
-        """An empty frame: nobody listens if the client has left, and an edge that is served by others says so."""
-        reply, empty = session.record.reply, frame(session.request_id, session.fence)
-        if reply.mode == "inbox":
-            self._publish(session, empty)
-        else:
-            self.context.send_hot(subjects.parse_mailbox(reply.subject), FRAMES, [empty])
 
     def _tick_ended(self, session: Session, now: float) -> None:
         if now >= session.next_finished:
