@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 from runtime.bus import BusMessage, Handler
 from runtime.clock import Clock
 from runtime.pending import Pending
+from runtime.requests import Requests
 from runtime.wire import check_pattern, check_size, check_subject, decode_headers, encode_headers, matches
-from schemas.errors import BusUnavailable, DeadlineExceeded, Unavailable
+from schemas.errors import BusUnavailable
 
 MAX_ROUTES = 16_384
 MAX_FROZEN = 65_536
@@ -136,19 +137,16 @@ class MemoryBroker:
         asyncio.get_running_loop().call_at(at, member.pending.offer, message)
 
 
-class MemoryBus:
+class MemoryBus(Requests):
     """One connection to a `MemoryBroker`; see `runtime.bus.Bus`."""
 
     def __init__(self, broker: MemoryBroker, name: str, on_closed: Callable[[], None] | None = None) -> None:
+        super().__init__(f"_INBOX.{broker.clock.random_hex(8)}")
         self.name = name
         self.on_closed = on_closed
         self._broker = broker
         self._clock = broker.clock
         self._members: list[_Member] = []
-        self._waiting: dict[str, asyncio.Future[BusMessage]] = {}
-        self._mux: _Member | None = None
-        self._inbox = f"_INBOX.{broker.clock.random_hex(8)}"
-        self._next_inbox = 0
         self._up = True
         self._closed = False
         self._frozen = False
@@ -241,43 +239,6 @@ class MemoryBus:
         self._count["handled"] += pending.handled
         self._count["handler_errors"] += pending.errors
         self._count["dropped_pending"] += pending.dropped
-
-    def new_inbox(self) -> str:
-        """Return a subject that nobody else uses."""
-        self._next_inbox += 1
-        return f"{self._inbox}.i.{self._next_inbox}"
-
-    async def request(
-        self, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> BusMessage:
-        """Publish and wait for one reply.
-
-        Raises:
-            Unavailable: if nobody listens on the subject.
-            DeadlineExceeded: if no reply came in time.
-        """
-        if self._mux is None:
-            self._mux = await self.subscribe(f"{self._inbox}.r.*", self._on_reply)
-        self._next_inbox += 1
-        reply = f"{self._inbox}.r.{self._next_inbox}"
-        future: asyncio.Future[BusMessage] = asyncio.get_running_loop().create_future()
-        self._waiting[reply] = future
-        try:
-            self.publish(subject, payload, reply=reply, headers=headers)
-            async with asyncio.timeout(timeout_s):
-                message = await future
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"no reply on {subject} within {timeout_s} s") from exc
-        finally:
-            del self._waiting[reply]
-        if message.no_responders:
-            raise Unavailable(f"nobody listens on {subject}")
-        return message
-
-    def _on_reply(self, message: BusMessage) -> None:
-        future = self._waiting.get(message.subject)
-        if future is not None and not future.done():
-            future.set_result(message)
 
     async def flush(self, timeout_s: float = 2.0) -> None:
         """Wait until everything published so far has reached the broker.

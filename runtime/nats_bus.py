@@ -12,12 +12,13 @@ from typing import Any
 import nats.errors
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from runtime.bus import BusMessage, Handler
+from runtime.bus import Handler
 from runtime.clock import Clock
 from runtime.nats_client import HeadraceClient
 from runtime.pending import Pending
+from runtime.requests import Requests
 from runtime.wire import check_pattern, check_size, check_subject, encode_headers
-from schemas.errors import BusUnavailable, DeadlineExceeded, Unavailable
+from schemas.errors import BusUnavailable
 
 _log = logging.getLogger("headrace.bus")
 
@@ -45,18 +46,15 @@ class _NatsSubscription:
             _log.debug("unsubscribe of %s: %r", self.pending.pattern, exc)
 
 
-class NatsBus:
+class NatsBus(Requests):
     """See `runtime.bus.Bus`; made by `NatsBus.connect`."""
 
     def __init__(self, clock: Clock, name: str, inbox_prefix: str, on_closed: Callable[[], None] | None) -> None:
+        super().__init__(f"{inbox_prefix}.{clock.random_hex(8)}")
         self.name = name
         self.on_closed = on_closed
         self._clock = clock
         self._client = HeadraceClient(clock.now)
-        self._inbox = f"{inbox_prefix}.{clock.random_hex(8)}"
-        self._next_inbox = 0
-        self._waiting: dict[str, asyncio.Future[BusMessage]] = {}
-        self._mux: _NatsSubscription | None = None
         self._heads: dict[str, bytes] = {}
         self._outbox: list[bytes] = []
         self._outbox_nbytes = 0
@@ -346,43 +344,6 @@ class NatsBus:
             self._count["handled"] += pending.handled
             self._count["handler_errors"] += pending.errors
             self._count["dropped_pending"] += pending.dropped
-
-    def new_inbox(self) -> str:
-        """Return a subject that nobody else uses."""
-        self._next_inbox += 1
-        return f"{self._inbox}.i.{self._next_inbox}"
-
-    async def request(
-        self, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> BusMessage:
-        """Publish and wait for one reply.
-
-        Raises:
-            Unavailable: if nobody listens on the subject.
-            DeadlineExceeded: if no reply came in time.
-        """
-        if self._mux is None:
-            self._mux = await self.subscribe(f"{self._inbox}.r.*", self._on_reply)
-        self._next_inbox += 1
-        reply = f"{self._inbox}.r.{self._next_inbox}"
-        future: asyncio.Future[BusMessage] = self._loop.create_future()
-        self._waiting[reply] = future
-        try:
-            self.publish(subject, payload, reply=reply, headers=headers)
-            async with asyncio.timeout(timeout_s):
-                message = await future
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"no reply on {subject} within {timeout_s} s") from exc
-        finally:
-            del self._waiting[reply]
-        if message.no_responders:
-            raise Unavailable(f"nobody listens on {subject}")
-        return message
-
-    def _on_reply(self, message: BusMessage) -> None:
-        future = self._waiting.get(message.subject)
-        if future is not None and not future.done():
-            future.set_result(message)
 
     # --- leaving ---------------------------------------------------------------------------------------
 
