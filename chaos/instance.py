@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +120,23 @@ def add_options(parser: argparse.ArgumentParser, *, port_base: int) -> None:
     parser.add_argument("--instance", default=None, help="use this running instance instead of starting one")
     parser.add_argument("--engine", default="torch", help="torch (the real model) or scripted[:FILE]")
     parser.add_argument("--port-base", type=int, default=port_base, help="ports of the private instance")
+
+
+def report(name: str, check: Coroutine[Any, Any, dict[str, Any]], *failures: type[Exception]) -> int:
+    """Run a check, print its figures as the last line, one JSON object, and return the exit code.
+
+    Args:
+        name: of the check, for the line that tells of a failure.
+        check: returns the figures, `ok` among them.
+        failures: what, besides a failed instance, ends the check with a line instead of a traceback.
+    """
+    told: tuple[type[Exception], ...] = (InstanceFailed, *failures)
+    try:
+        figures = asyncio.run(check)
+    except told as exc:
+        figures = {"check": name, "ok": False, "error": f"{type(exc).__name__}: {exc}"}
+    print(json.dumps(figures))
+    return 0 if figures["ok"] else 1
 
 
 class Instance:

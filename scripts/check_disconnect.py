@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import httpx
 
 from chaos.gremlin import draw
-from chaos.instance import Address, InstanceFailed, add_options, serving
+from chaos.instance import Address, InstanceFailed, add_options, report, serving
 from chaos.probe import Probe
 from chaos.watch import Watch
 from chaos.workload import FILLER, chat
@@ -190,12 +189,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--span-s", type=float, default=4.0, help="short prompts: leave within this time")
     parser.add_argument("--repeats", type=int, default=74, help="how often the long prompt's sentence is repeated")
-    try:
-        figures = asyncio.run(run(parser.parse_args()))
-    except (InstanceFailed, httpx.HTTPError, TimeoutError) as exc:
-        figures = {"check": "disconnect", "ok": False, "error": f"{type(exc).__name__}: {exc}"}
-    print(json.dumps(figures))
-    return 0 if figures["ok"] else 1
+    return report("disconnect", run(parser.parse_args()), httpx.HTTPError, TimeoutError)
 
 
 if __name__ == "__main__":

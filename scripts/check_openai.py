@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from typing import Any
 
 import openai
 
-from chaos.instance import Address, InstanceFailed, add_options, serving
+from chaos.instance import Address, add_options, report, serving
 from chaos.workload import SUBJECTS
 
 TOKENS = 48
@@ -170,12 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser, port_base=18620)
     parser.add_argument("--count", type=int, default=16, help="requests at once")
-    try:
-        figures = asyncio.run(run(parser.parse_args()))
-    except (InstanceFailed, openai.APIError) as exc:
-        figures = {"check": "openai", "ok": False, "error": f"{type(exc).__name__}: {exc}"}
-    print(json.dumps(figures))
-    return 0 if figures["ok"] else 1
+    return report("openai", run(parser.parse_args()), openai.APIError)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from typing import Any
@@ -18,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chaos import invariants
 from chaos.clients import http_chat, native_chat
 from chaos.history import Recorder
-from chaos.instance import Address, InstanceFailed, add_options, serving
+from chaos.instance import Address, add_options, report, serving
 from chaos.probe import Probe
 from chaos.watch import Watch
 from chaos.workload import streams
@@ -114,12 +113,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--deadline-s", type=float, default=300.0)
-    try:
-        figures = asyncio.run(run(parser.parse_args()))
-    except (InstanceFailed, httpx.HTTPError) as exc:
-        figures = {"check": "quiet", "ok": False, "error": f"{type(exc).__name__}: {exc}"}
-    print(json.dumps(figures))
-    return 0 if figures["ok"] else 1
+    return report("quiet", run(parser.parse_args()), httpx.HTTPError)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ import httpx
 from chaos import invariants
 from chaos.clients import bare_id, http_chat, native_chat
 from chaos.history import Recorder
-from chaos.instance import COMMAND, Address, InstanceFailed, add_options, serving
+from chaos.instance import COMMAND, Address, InstanceFailed, add_options, report, serving
 from chaos.watch import Watch
 from chaos.workload import Load, streams
 
@@ -190,12 +189,7 @@ def main() -> int:
     add_options(parser, port_base=18680)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    try:
-        figures = asyncio.run(run(parser.parse_args()))
-    except (InstanceFailed, httpx.HTTPError, TimeoutError) as exc:
-        figures = {"check": "scale_out", "ok": False, "error": f"{type(exc).__name__}: {exc}"}
-    print(json.dumps(figures))
-    return 0 if figures["ok"] else 1
+    return report("scale_out", run(parser.parse_args()), httpx.HTTPError, TimeoutError)
 
 
 if __name__ == "__main__":
