@@ -1,0 +1,76 @@
+// The compiled kernels behind a plain C interface. Sizes are checked by the callers in Python.
+#include "kernels/native/decoder.hpp"
+#if __has_include("kernels/sampling/native.hpp")
+#include "kernels/sampling/native.hpp"
+#endif
+
+using namespace headrace;
+
+extern "C" {
+
+// "avx512-vnni-bf16", "avx512" or "portable": part of what names the numerics of this build.
+const char* hr_instruction_set() {
+#if defined(HEADRACE_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+    return "avx512-vnni-bf16";
+#elif defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
+    return "avx512-bf16";
+#elif defined(HEADRACE_AVX512)
+    return "avx512";
+#else
+    return "portable";
+#endif
+}
+
+void* hr_team_new(int threads, int looks) { return new Team(threads, looks); }
+void hr_team_free(void* team) { delete static_cast<Team*>(team); }
+
+void hr_linear(void* team, const Packed* w, const float* x, int64_t rows, float* y) {
+    linear(*static_cast<Team*>(team), *w, x, rows, y);
+}
+
+void hr_weight_row(const Packed* w, int64_t row, float* out) { weight_row(*w, row, out); }
+
+void hr_rms_norm(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out) {
+    for (int64_t row = 0; row < rows; row++) rms_norm_row(x + row * size, weight, size, eps, out + row * size);
+}
+
+// x [rows, heads, dim] in place; cosines, sines [rows, dim / 2].
+void hr_rope(float* x, const float* cosines, const float* sines, int64_t rows, int64_t heads, int64_t dim, int interleaved) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++)
+            rope_head(x + (row * heads + head) * dim, cosines + row * dim / 2, sines + row * dim / 2, dim, interleaved);
+}
+
+// gate, up, out [size], a multiple of 16.
+void hr_silu_mul(const float* gate, const float* up, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, silu_mul(load(gate + i), load(up + i)));
+}
+
+// One token's keys and values [kv_heads, dim] into a layer of a block.
+void hr_kv_write(uint16_t* layer, int64_t kv_heads, int64_t dim, int64_t offset, const float* keys, const float* values) {
+    for (int64_t h = 0; h < kv_heads; h++) {
+        write_key(layer, h, offset, dim, keys + h * dim);
+        write_value(layer, kv_heads, h, offset, dim, values + h * dim);
+    }
+}
+
+// Rows q [count, dim] of one KV head at their positions over a pool of one layer; out [count, dim].
+void hr_attention(const uint16_t* pool, const int32_t* blocks, int64_t kv_heads, int64_t dim, int64_t head, int count,
+                  const int64_t* positions, const float* q, float* out) {
+    const auto scratch = std::make_unique<AttentionScratch>();
+    const Pages pages{pool, blocks, layer_elements(kv_heads, dim), 0, kv_heads, dim};
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    for (int at = 0; at < count; at += MOST_ROWS)
+        attend(
+            pages, head, std::min(MOST_ROWS, count - at), positions + at, scale,
+            [&](int r) { return q + (at + r) * dim; }, [&](int r) { return out + (at + r) * dim; }, *scratch);
+}
+
+void* hr_decoder_new(const Model* model, int threads, int looks) { return new Decoder(*model, threads, looks); }
+void hr_decoder_free(void* decoder) { delete static_cast<Decoder*>(decoder); }
+void* hr_decoder_team(void* decoder) { return &static_cast<Decoder*>(decoder)->team(); }
+
+void hr_decoder_step(void* decoder, const Run* runs, int num_runs, const int32_t* ids, uint16_t* pool, float* logits) {
+    static_cast<Decoder*>(decoder)->step(runs, num_runs, ids, pool, logits);
+}
+}
