@@ -23,6 +23,12 @@ class Timing:
     ended_at: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(self.texts)
 
     @property
     def ttft_s(self) -> float:
@@ -97,6 +103,8 @@ async def _events(body: _Body, timing: Timing) -> None:
             if chunk.get("usage"):
                 timing.prompt_tokens = chunk["usage"]["prompt_tokens"]
                 timing.completion_tokens = chunk["usage"]["completion_tokens"]
-            if any((c.get("delta") or {}).get("content") for c in chunk["choices"]):
+            texts = [(c.get("delta") or {}).get("content") for c in chunk["choices"]]
+            if any(texts):
                 timing.chunks_at.append(now)
+                timing.texts += [text for text in texts if text]
     raise LoadFailed("the stream closed without its end")
