@@ -17,6 +17,7 @@ from schemas.subjects import Ref
 
 RESEND_S = 0.3
 MAX_ITEMS_PER_MESSAGE = 2048
+CLASSES = ("interactive", "agent", "batch")  # the first comes first
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class Work:
             tenant=record.tenant,
             deadline=record.deadline,
             arrival=arrival,
+            priority=CLASSES.index(record.request_class),
         )
 
     def keys(self) -> list[Key]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from engine.costs import StepCosts, Work, run_work
 from engine.lending import Lending
 from engine.live import (
     Candidate,
@@ -20,7 +20,8 @@ from engine.live import (
     end_reason,
     make_row,
 )
-from engine.plan import BatchPlan, Runner, Sampled
+from engine.plan import BatchPlan, Row, Runner, Sampled
+from engine.roster import Roster
 from engine.scheduler import Decision, Hit, Scheduler
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
@@ -74,13 +75,11 @@ class EngineCore:
         self.wall = wall
         self._max_waiting = max_waiting
         self._cache_outputs = cache_outputs
-        self._live: dict[Key, Live] = {}
-        self._running: list[Live] = []  # oldest first
-        self._waiting: OrderedDict[Key, Live] = OrderedDict()  # oldest first
+        self.costs = StepCosts()
+        self._roster = Roster(scheduler.rank)
         self._lent = Lending(pool)
         self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
-        self._order = 0
         self._counts: dict[str, float] = dict.fromkeys(
             "steps tokens items preempted failed crashes aborted prompt_tokens cached_tokens".split(), 0
         )
@@ -99,23 +98,22 @@ class EngineCore:
         self._check(seq)
         if seq.key in self._lent.expected:
             raise BadRequest(f"sequence {seq.key.request_id}/{seq.key.choice} is expected from elsewhere")
-        if len(self._waiting) >= self._max_waiting:
-            raise Overloaded(f"{len(self._waiting)} sequences wait already", retry_after_s=1.0)
-        live = self._admit_live(seq)
-        live.restart()
+        if len(self._roster.waiting) >= self._max_waiting:
+            raise Overloaded(f"{len(self._roster.waiting)} sequences wait already", retry_after_s=1.0)
+        live = self._roster.enter(seq, self._root(seq.salt))
         if (reason := self._end_reason(live)) is not None:
             self._end_early(live, reason)
             return
-        self._waiting[seq.key] = live
+        self._roster.wait(live)
 
     def want_load(self, key: Key) -> list[bytes]:
         """Return the hashes of a waiting sequence's blocks that follow those in the device tier."""
-        live = self._waiting.get(key)
+        live = self._waiting(key)
         return [] if live is None else live.cacheable[self.pool.peek(live.cacheable)[0] :]
 
     def load_parents(self, key: Key) -> list[bytes]:
         """Return the hash before each of `want_load(key)`."""
-        live = self._waiting.get(key)
+        live = self._waiting(key)
         if live is None:
             return []
         return [live.parent(i) for i in range(self.pool.peek(live.cacheable)[0], len(live.cacheable))]
@@ -126,7 +124,7 @@ class EngineCore:
         Returns:
             None if the sequence has started or gone, or there is no room.
         """
-        if key not in self._waiting or key in self._lent.loads or num_blocks <= 0 or not self._has_room(num_blocks):
+        if self._waiting(key) is None or key in self._lent.loads or num_blocks <= 0 or not self._has_room(num_blocks):
             return None
         return self._lent.begin_load(key, num_blocks)
 
@@ -134,7 +132,7 @@ class EngineCore:
         """Insert loaded, verified blocks and let the sequence start; returns how many of its tokens are now stored."""
         if not self._lent.end_load(key, blocks, hashes):
             return 0
-        live = self._waiting.get(key)
+        live = self._waiting(key)
         return 0 if live is None else self.pool.peek(live.cacheable)[0] * BLOCK_TOKENS
 
     def abandon_load(self, key: Key, *, writer: str | None = None) -> None:
@@ -157,14 +155,14 @@ class EngineCore:
             return self._lent.expected[key].blocks
         if num_tokens + 1 > self.max_context:
             raise NeverFits(num_tokens, self.max_context)
-        if key in self._live:
+        if key in self._roster.live:
             raise BadRequest(f"sequence {key.request_id}/{key.choice} runs already")
-        taking_part = len(self._running) + self._lent.num_choices
+        taking_part = len(self._roster.running) + self._lent.num_choices
         if taking_part and taking_part + num_choices > self.scheduler.max_running:
             return None
         needed = num_blocks_for(num_tokens)
         # What waits here comes first, or a stream of hand-offs would keep it waiting for ever.
-        head = next(iter(self._waiting.values()), None)
+        head = self._roster.waiting.first
         queued = 0 if head is None else num_blocks_for(len(head.context))
         if not self._has_room(needed) or not self.pool.can_allocate(needed + queued):
             return None
@@ -195,7 +193,7 @@ class EngineCore:
         del self._lent.expected[first]
         num_full = num_computed // BLOCK_TOKENS
         for position, seq in enumerate(sequences):
-            live = self._admit_live(seq)
+            live = self._roster.enter(seq, self._root(seq.salt))
             if position == 0:
                 seq.blocks, seq.num_computed = list(blocks), num_computed
             else:
@@ -206,18 +204,16 @@ class EngineCore:
                     self.pool.copy(blocks[-1], seq.blocks[-1])
                     seq.num_computed = num_computed
             seq.num_hashed = 0
-            seq.phase = Phase.RUNNING
+            self._roster.start(live)
             self._publish(live)
             if (reason := self._end_reason(live)) is not None:
                 self._end_early(live, reason)
-            else:
-                self._running.append(live)
 
     # --- commands: endings -------------------------------------------------------------------------
 
     def release(self, key: Key) -> bool:
         """The hand-off of a held prompt is complete: its blocks become cached."""
-        live = self._live.get(key)
+        live = self._roster.live.get(key)
         if live is None or live.seq.phase is not Phase.HELD:
             return False
         self._remove(live)
@@ -230,8 +226,8 @@ class EngineCore:
             key: which one.
             writer: somebody who may still write into its blocks; they wait for `absolve(writer)`.
         """
-        if key in self._live:
-            self._remove(self._live[key], writer=writer)
+        if key in self._roster.live:
+            self._remove(self._roster.live[key], writer=writer)
         elif not self._lent.cancel(key, writer):
             return False
         self._counts["aborted"] += 1
@@ -264,25 +260,24 @@ class EngineCore:
         started = self.now()
         ended = self._expire()
         decision = self._schedule()
-        sampled, crash = self._execute(decision)
-        outcome = self._commit(decision, sampled, crash)
-        return self._emit(decision, outcome, ended, crash, started)
+        rows = [make_row(self._roster.live[seq.key], count) for seq, count, _ in decision.grants]
+        sampled, crash = self._execute(rows)
+        outcome = self._commit(rows, sampled, crash)
+        return self._emit(decision, rows, outcome, ended, crash, started)
 
     def fail_running(self, message: str) -> StepResult:
         """Fail every sequence that takes part in steps: the core's own step went wrong, so none can be trusted."""
         self._counts["crashes"] += 1
         over, self._over = self._over, []
         failed = []
-        for live in [v for v in self._live.values() if v.seq.phase in (Phase.RUNNING, Phase.WAITING)]:
+        for live in [*self._roster.running, *self._roster.waiting]:
             self._remove(live)
             failed.append((live.seq.key, message))
         return StepResult(ended=over, failed=failed, crash=message)
 
     def _expire(self) -> list[tuple[Key, str]]:
-        wall, ended, self._over = self.wall(), self._over, []
-        late = [v for v in self._running if 0 < v.seq.deadline <= wall]
-        late += [v for v in self._waiting.values() if 0 < v.seq.deadline <= wall and v.seq.key not in self._lent.loads]
-        for live in late:
+        ended, self._over = self._over, []
+        for live in self._roster.late(self.wall(), self._lent.loads):
             self._remove(live)
             ended.append((live.seq.key, "expired"))
         return ended
@@ -301,30 +296,30 @@ class EngineCore:
 
     def _plan(self) -> Decision:
         return self.scheduler.plan(
-            self._ready(),
-            [live.seq for live in self._running],
+            self._roster.ready(self.pool, self._lent.loads),
+            [live.seq for live in self._roster.running],
             self.pool.num_free,
-            self.now(),
+            prompt_tokens=self._prompt_tokens(),
             lookup=self._lookup,
             reclaim=self._reclaimable,
         )
 
-    def _ready(self) -> Iterator[Sequence]:
-        """Yield waiting sequences that may start; one whose prompt is being computed waits to share the blocks."""
-        computing = {v.hashes[v.prompt_hashes - 1] for v in self._running if v.prefilling and v.prompt_hashes}
-        for key, live in self._waiting.items():
-            if key in self._lent.loads:
-                continue
-            if live.prompt_hashes:
-                last = live.hashes[live.prompt_hashes - 1]
-                if last in computing:
-                    continue
-                if self.pool.block_of(last) is None:
-                    computing.add(last)
-            yield live.seq
+    def _prompt_tokens(self) -> int | None:
+        """Return how many prompt tokens the pace of the running decodes leaves room for; None: as many as you like."""
+        decodes, prompts = Work(0, 0), []
+        for live in self._roster.running:
+            if live.seq.num_uncomputed > 1:
+                prompts.append(live.seq)
+            else:
+                decodes = decodes.plus(run_work(live.seq.num_computed, 1))
+        joining = min(len(prompts) + len(self._roster.waiting), self.scheduler.max_running - decodes.tokens)
+        if not decodes.tokens or joining <= 0:
+            return None
+        start = prompts[0].num_computed if prompts else 0
+        return self.costs.prompt_tokens(decodes, joining, start, self.scheduler.token_budget)
 
     def _lookup(self, seq: Sequence) -> Hit:
-        length, idle = self.pool.peek(self._live[seq.key].cacheable)
+        length, idle = self.pool.peek(self._roster.live[seq.key].cacheable)
         return Hit(length * BLOCK_TOKENS, idle)
 
     def _reclaimable(self, seq: Sequence) -> int:
@@ -332,20 +327,16 @@ class EngineCore:
 
     def _preempt(self, decision: Decision) -> None:
         for key in decision.preempt:
-            live = self._live[key]
-            self._running.remove(live)
+            live = self._roster.live[key]
             self.pool.free(live.seq.blocks)
-            live.restart()
+            self._roster.wait(live)
             live.seq.num_preempted += 1
-            self._waiting[key] = live
-        if decision.preempt:
-            self._counts["preempted"] += len(decision.preempt)
-            self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda entry: entry[1].order))
+            self._counts["preempted"] += 1
 
     def _allocate(self, decision: Decision) -> None:
         # Hits are pinned before anything is allocated, or an allocation could evict them.
         for key, hit in decision.admit:
-            live = self._waiting.pop(key)
+            live = self._roster.live[key]
             seq = live.seq
             seq.blocks = self.pool.match(live.cacheable)
             assert len(seq.blocks) * BLOCK_TOKENS == hit.num_tokens, "the device tier changed during planning"
@@ -355,34 +346,38 @@ class EngineCore:
                 seq.num_cached = hit.num_tokens
                 self._counts["prompt_tokens"] += len(seq.prompt_ids)
                 self._counts["cached_tokens"] += hit.num_tokens
-            seq.phase = Phase.RUNNING
-            bisect.insort(self._running, live, key=lambda v: v.order)
+            self._roster.start(live)
         for seq, _, num_blocks in decision.grants:
             if num_blocks:
                 seq.blocks += self.pool.allocate(num_blocks)
 
-    def _execute(self, decision: Decision) -> tuple[list[Sampled], str | None]:
-        if not decision.grants:
+    def _execute(self, rows: list[Row]) -> tuple[list[Sampled], str | None]:
+        if not rows:
             return [], None
-        rows = [make_row(self._live[seq.key], count) for seq, count, _ in decision.grants]
         plan = BatchPlan(int(self._counts["steps"]), rows)
         self._counts["steps"] += 1
+        started = self.now()
         try:
-            return self.runner.execute(plan), None
+            sampled = self.runner.execute(plan)
         except Exception as exc:  # whatever a runner raises is the end of this batch only
             self._counts["crashes"] += 1
             return [], f"{type(exc).__name__}: {exc}"
+        work = Work(0, 0)
+        for row in rows:
+            work = work.plus(run_work(row.start, len(row.ids)))
+        self.costs.observe(work, self.now() - started)
+        return sampled, None
 
-    def _commit(self, decision: Decision, sampled: list[Sampled], crash: str | None) -> Outcome:
+    def _commit(self, rows: list[Row], sampled: list[Sampled], crash: str | None) -> Outcome:
         """Account for what was computed: items, prompts to hold, endings, failures."""
         by_key: dict[Key, list[Sampled]] = {}
         for one in sampled:
             by_key.setdefault(one.key, []).append(one)
         out = Outcome([], [], [], [])
-        for seq, count, _ in decision.grants:
-            live = self._live[seq.key]
-            got = by_key.get(seq.key, [])
-            wanted = 0 if seq.num_computed + count < len(live.context) else (seq.num_first if seq.handoff else 1)
+        for row in rows:
+            live = self._roster.live[row.key]
+            seq, got = live.seq, by_key.get(row.key, [])
+            wanted = len(row.choices) if row.sample else 0
             error = crash or next((one.error for one in got if one.error is not None), None)
             if error is None and len(got) != wanted:
                 error = f"the runner chose {len(got)} ids where {wanted} were wanted"
@@ -390,7 +385,7 @@ class EngineCore:
                 out.failed.append((live, error))
                 continue
             was_prefilling = live.prefilling
-            seq.num_computed += count
+            seq.num_computed += len(row.ids)
             self._publish(live)
             if was_prefilling and not live.prefilling:
                 self._offer(live)
@@ -408,13 +403,19 @@ class EngineCore:
         return out
 
     def _emit(
-        self, decision: Decision, outcome: Outcome, over: list[tuple[Key, str]], crash: str | None, started: float
+        self,
+        decision: Decision,
+        rows: list[Row],
+        outcome: Outcome,
+        over: list[tuple[Key, str]],
+        crash: str | None,
+        started: float,
     ) -> StepResult:
         """Settle the phases and report."""
         items, held, ended, failed = outcome
         cached: dict[Key, int] = {}
         for key in {one.key for one in items if one.index == 0} if items else ():
-            cached[key] = self._live[key].seq.num_cached
+            cached[key] = self._roster.live[key].seq.num_cached
         holding = {live.seq.key: self._hold(live) for live in held}
         firsts: dict[Key, list[Sampled]] = {key: [] for key in holding}
         if holding:
@@ -427,7 +428,7 @@ class EngineCore:
         for live, _ in failed:
             self.pool.unpublish(live.seq.blocks)
             self._remove(live)
-        num_tokens = sum(count for _, count, _ in decision.grants)
+        num_tokens = sum(len(row.ids) for row in rows)
         self._counts["tokens"] += num_tokens
         self._counts["items"] += len(items)
         self._counts["failed"] += len(failed)
@@ -439,7 +440,7 @@ class EngineCore:
             failed=[(live.seq.key, message) for live, message in failed],
             cached=cached,
             num_tokens=num_tokens,
-            num_rows=len(decision.grants),
+            num_rows=len(rows),
             duration_s=self.now() - started,
             preempted=len(decision.preempt),
             crash=crash,
@@ -448,15 +449,12 @@ class EngineCore:
     # --- parts -------------------------------------------------------------------------------------
 
     def _check(self, seq: Sequence) -> None:
-        if seq.key in self._live:
+        if seq.key in self._roster.live:
             raise BadRequest(f"sequence {seq.key.request_id}/{seq.key.choice} runs already")
         check_sequence(seq, self.runner.vocab_size, self.max_context)
 
-    def _admit_live(self, seq: Sequence) -> Live:
-        live = Live(seq, self._root(seq.salt), self._order)
-        self._order += 1
-        self._live[seq.key] = live
-        return live
+    def _waiting(self, key: Key) -> Live | None:
+        return self._roster.live[key] if key in self._roster.waiting else None
 
     def _end_reason(self, live: Live) -> str | None:
         return end_reason(live.seq, self.runner.eos_ids, self.max_context)
@@ -487,16 +485,12 @@ class EngineCore:
             self._candidates.append(Candidate(digest, live.parent(index), seq.blocks[index]))
 
     def _hold(self, live: Live) -> HeldBlocks:
-        live.seq.phase = Phase.HELD
-        self._running.remove(live)
+        self._roster.hold(live)
         return HeldBlocks(self.pool.refs(live.seq.blocks), live.seq.num_computed, live.seq.num_cached)
 
     def _remove(self, live: Live, *, writer: str | None = None) -> None:
         seq = live.seq
-        del self._live[seq.key]
-        if seq.phase is Phase.RUNNING and live in self._running:
-            self._running.remove(live)
-        self._waiting.pop(seq.key, None)
+        self._roster.leave(live)
         self.abandon_load(seq.key, writer=writer)
         if seq.phase is Phase.HELD:
             self._lent.give_back(seq.blocks, writer)
@@ -506,64 +500,53 @@ class EngineCore:
         seq.blocks = []
 
     def _has_room(self, needed: int) -> bool:
-        """Whether blocks that cannot be preempted may take `needed` more: the oldest sequence must still finish."""
-        if not self.pool.can_allocate(needed + len(self._running)):
-            return not self._running and not self._waiting and self.pool.can_allocate(needed)
-        oldest = self._running[0] if self._running else next(iter(self._waiting.values()), None)
-        if oldest is None:
+        """Whether blocks that cannot be preempted may take `needed` more: the first sequence must still finish."""
+        first, num_running = self._roster.first, len(self._roster.running)
+        if not self.pool.can_allocate(needed + num_running):
+            return first is None and self.pool.can_allocate(needed)
+        if first is None:
             return True
-        seq = oldest.seq
+        seq = first.seq
         tokens = min(len(seq.prompt_ids) + seq.sampling.max_tokens, self.max_context)
         reserve = min(num_blocks_for(tokens), self.pool.num_blocks // 2)
-        return self._num_pinned() + needed + reserve <= self.pool.num_blocks
-
-    def _num_pinned(self) -> int:
-        """Blocks in use that preemption cannot free (an upper bound: shared ones count once each)."""
-        held = sum(len(v.seq.blocks) for v in self._live.values() if v.seq.phase is Phase.HELD)
-        return len(self._lent.blocks()) + held + self.pool.num_quarantined
+        # Blocks in use that preemption cannot free (an upper bound).
+        pinned = len(self._lent.blocks()) + self._roster.num_held_blocks + self.pool.num_quarantined
+        return pinned + needed + reserve <= self.pool.num_blocks
 
     # --- questions ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything."""
-        return bool(self._running or self._over or len(self._waiting) > len(self._lent.loads))
+        return bool(self._roster.running or self._over or len(self._roster.waiting) > len(self._lent.loads))
 
     @property
     def next_deadline(self) -> float:
         """Earliest deadline of a sequence that a step would drop; infinite if there is none."""
-        live = [*self._running, *self._waiting.values()]
-        return min((v.seq.deadline for v in live if v.seq.deadline > 0), default=float("inf"))
+        return self._roster.next_deadline
 
     def get(self, key: Key) -> Sequence | None:
         """Return a sequence that lives here; to be read only."""
-        live = self._live.get(key)
+        live = self._roster.live.get(key)
         return None if live is None else live.seq
 
     def refs(self, key: Key) -> list[BlockRef]:
         """Return the blocks of a sequence or reservation for use by another process."""
         if key in self._lent.expected:
             return self.pool.refs(self._lent.expected[key].blocks)
-        live = self._live.get(key)
+        live = self._roster.live.get(key)
         return [] if live is None else self.pool.refs(live.seq.blocks)
 
     def load(self) -> dict[str, Any]:
         """Return the snapshot that rides in heartbeats."""
-        waiting = list(self._waiting.values())
-        phases = [v.seq.phase for v in self._live.values()]
-        queued = sum(v.seq.num_tokens for v in waiting)
-        queued += sum(v.seq.num_uncomputed for v in self._running if v.prefilling)
         return {
-            "running": len(self._running),
-            "waiting": len(waiting),
-            "held": phases.count(Phase.HELD),
+            **self._roster.load(),
             "expected": len(self._lent.expected),
             "free_blocks": self.pool.num_free,
             "total_blocks": self.pool.num_blocks,
             "blocks_in_use": self.pool.in_use,
             "blocks_quarantined": self.pool.num_quarantined,
             "blocks_cached": self.pool.num_cached,
-            "queued_tokens": queued,
             "steps": int(self._counts["steps"]),
             "prompt_tokens": int(self._counts["prompt_tokens"]),
             "cached_tokens": int(self._counts["cached_tokens"]),
@@ -575,25 +558,19 @@ class EngineCore:
     def statistics(self) -> dict[str, float]:
         """Return gauges and counters by name."""
         return {
-            "running": len(self._running),
-            "waiting": len(self._waiting),
+            "running": len(self._roster.running),
+            "waiting": len(self._roster.waiting),
             "expected": len(self._lent.expected),
             "loading": len(self._lent.loads),
             **{f"{name}_total": count for name, count in self._counts.items()},
+            **self.costs.statistics(),
             **self.pool.statistics(),
         }
 
     def check_integrity(self) -> None:
         """Assert that every block in use has an owner here (or a write-back), and that phases and lists agree."""
         self.pool.check_integrity()
-        assert [v.order for v in self._running] == sorted(v.order for v in self._running)
-        assert [v.order for v in self._waiting.values()] == sorted(v.order for v in self._waiting.values())
-        for live in self._live.values():
-            seq = live.seq
-            assert (live in self._running) == (seq.phase is Phase.RUNNING), seq
-            assert (seq.key in self._waiting) == (seq.phase is Phase.WAITING), seq
-            assert seq.num_computed <= len(seq.blocks) * BLOCK_TOKENS, seq
-            assert live.context == seq.tokens, seq
-        owned = {b for v in self._live.values() for b in v.seq.blocks}
+        self._roster.check_integrity()
+        owned = {b for v in self._roster.live.values() for b in v.seq.blocks}
         owned |= set(self._lent.blocks())
         assert len(owned) <= self.pool.in_use + self.pool.num_quarantined, "more blocks are owned than in use"

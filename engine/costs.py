@@ -114,7 +114,7 @@ class StepCosts:
         """Return how many prompt tokens a step may take beside running decodes, so that their pace holds.
 
         The pace is that of the decodes as they will be once those who join decode beside them: what a step takes on
-        the way there may be `STRETCH` times that. Without decodes there is no pace to hold.
+        the way there may be `STRETCH` times that. Without decodes, or where steps take no time, there is no pace.
 
         Args:
             decodes: tokens of the decodes in this step and their context.
@@ -125,7 +125,7 @@ class StepCosts:
         Returns:
             A multiple of 16 (or `limit`), at least 16, so that prompts progress.
         """
-        if decodes.tokens == 0 or limit <= BLOCK_TOKENS:
+        if decodes.tokens == 0 or limit <= BLOCK_TOKENS or not self._seen:
             return limit
         later = decodes.attended * (1 + joining / decodes.tokens)
         pace = self.predict(Work(decodes.tokens + joining, later))

@@ -30,12 +30,12 @@ class NeverFits(ContextTooLong):
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("context", "hashes", "order", "prompt_hashes", "root", "seq")
+    __slots__ = ("context", "hashes", "place", "prompt_hashes", "root", "seq")
 
-    def __init__(self, seq: Sequence, root: bytes, order: int) -> None:
+    def __init__(self, seq: Sequence, root: bytes, place: tuple[float, int]) -> None:
         self.seq = seq
         self.root = root
-        self.order = order
+        self.place = place  # where it stands in a line: its rank, then the order of coming
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
         self.hashes = chain_hashes(self.context, root=root)  # of full blocks, as far as they were needed
         self.prompt_hashes = len(seq.prompt_ids) // BLOCK_TOKENS

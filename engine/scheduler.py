@@ -1,9 +1,13 @@
 """Which tokens the next step computes: a pure policy.
 
 Every sequence has tokens, and a count of those whose KV is computed; it wants the rest computed. Prompt chunks, decode
-and recovery are that one rule. The oldest running sequence is planned first, then those that miss one token, then
-prompts in chunks, then waiting ones in order of arrival. When blocks run out, the youngest give theirs back and compute
-again later, so the oldest always progresses.
+and recovery are that one rule. The first running sequence is planned first, then those that miss one token, then
+prompts in chunks, then waiting ones in order. When blocks run out, those of the lowest class, and of these the last,
+give theirs back and go on later; the first always progresses.
+
+The order is by rank: the time of arrival, put off by `aging_s` for each class below the highest. So a sequence that
+waits improves against those that come later, and only what arrives within `aging_s` per class after it can overtake it:
+nobody starves, and an order once given never changes.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import NamedTuple
 
 from engine.sequence import Key, Sequence
 
+AGING_S = 10.0
+
 
 class Grant(NamedTuple):
     """A sequence computes `num_tokens` more in this step, with `num_blocks` more blocks."""
@@ -25,10 +31,20 @@ class Grant(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """What the device tier has of a waiting sequence: tokens, and blocks of them that count as free now."""
+    """What need not be computed of a waiting sequence.
+
+    `num_tokens` lie in the device tier, `num_idle` of their blocks count as free now; of its first `num_parked` tokens
+    those behind the device tier's come back from the parking area, into blocks that it still needs.
+    """
 
     num_tokens: int = 0
     num_idle: int = 0
+    num_parked: int = 0
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that are computed when the sequence starts."""
+        return max(self.num_tokens, self.num_parked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +67,9 @@ def _all_blocks(seq: Sequence) -> int:
 class Scheduler:
     """Decides steps under a token budget; holds its limits and nothing else."""
 
-    def __init__(self, block_tokens: int, token_budget: int, max_running: int, max_chunk: int) -> None:
+    def __init__(
+        self, block_tokens: int, token_budget: int, max_running: int, max_chunk: int, *, aging_s: float = AGING_S
+    ) -> None:
         """Set the limits.
 
         Args:
@@ -59,11 +77,12 @@ class Scheduler:
             token_budget: most tokens in one step.
             max_running: most sequences that take part in steps.
             max_chunk: most prompt tokens of one sequence in one step.
+            aging_s: seconds of waiting that make up for one class.
 
         Raises:
             ValueError: if a limit is not positive, or the budget cannot give each running sequence a token.
         """
-        if min(block_tokens, token_budget, max_running, max_chunk) <= 0:
+        if min(block_tokens, token_budget, max_running, max_chunk) <= 0 or aging_s < 0:
             raise ValueError("the limits of a scheduler are positive")
         if token_budget < max_running:
             raise ValueError(f"a budget of {token_budget} tokens cannot serve {max_running} running sequences")
@@ -71,38 +90,43 @@ class Scheduler:
         self.token_budget = token_budget
         self.max_running = max_running
         self.max_chunk = max_chunk
+        self.aging_s = aging_s
+
+    def rank(self, seq: Sequence) -> float:
+        """Return what sequences are ordered by, the lowest first; it never changes."""
+        return seq.arrival + seq.priority * self.aging_s
 
     def plan(
         self,
         waiting: Iterable[Sequence],
         running: Listing[Sequence],
         free_blocks: int,
-        now: float,
         *,
+        prompt_tokens: int | None = None,
         lookup: Callable[[Sequence], Hit] = _no_hit,
         reclaim: Callable[[Sequence], int] = _all_blocks,
     ) -> Decision:
         """Decide a step.
 
         Args:
-            waiting: candidates, first come first; looked at only as far as there is room.
-            running: oldest first.
+            waiting: candidates by rank; looked at only as far as there is room.
+            running: by rank.
             free_blocks: blocks that can be allocated now.
-            now: for policies that age; unused by this one.
-            lookup: what the device tier has of a waiting sequence.
+            prompt_tokens: most tokens of prompts in this step, for the pace of the others; None: as the budget says.
+            lookup: what need not be computed of a waiting sequence.
             reclaim: blocks that a running sequence would give back.
         """
-        draft = _Draft(self, running, free_blocks, reclaim)
+        draft = _Draft(self, running, free_blocks, prompt_tokens, reclaim)
         if running:
-            draft.grant(running[0])
+            draft.grant(0)
             prompts = []
-            for seq in running[1:]:
-                if seq.num_uncomputed > 1:
-                    prompts.append(seq)
+            for at in range(1, len(running)):
+                if running[at].num_uncomputed > 1:
+                    prompts.append(at)
                 else:
-                    draft.grant(seq)
-            for seq in prompts:
-                draft.grant(seq)
+                    draft.grant(at)
+            for at in prompts:
+                draft.grant(at)
         if not draft.preempted:
             draft.admit(waiting, lookup)
         return Decision(tuple(draft.preempted), tuple(draft.admitted), tuple(draft.grants.values()))
@@ -112,31 +136,39 @@ class _Draft:
     """A decision in the making."""
 
     def __init__(
-        self, limits: Scheduler, running: Listing[Sequence], free: int, reclaim: Callable[[Sequence], int]
+        self,
+        limits: Scheduler,
+        running: Listing[Sequence],
+        free: int,
+        prompt_tokens: int | None,
+        reclaim: Callable[[Sequence], int],
     ) -> None:
         self.limits = limits
         self.budget = limits.token_budget
+        self.prompts = self.budget if prompt_tokens is None else max(1, prompt_tokens)  # left for prompts
         self.free = free
         self.grants: dict[Key, Grant] = {}
-        self.preempted: list[Key] = []
+        self.preempted: dict[Key, None] = {}
         self.admitted: list[tuple[Key, Hit]] = []
         self._running = running
-        self._last = len(running) - 1  # youngest that is not preempted
         self._reclaim = reclaim
 
-    def grant(self, seq: Sequence) -> None:
-        """Give a running sequence its tokens; younger ones make room for it."""
-        if seq.num_uncomputed <= 0 or self.budget <= 0 or seq.key in self.preempted:
+    def grant(self, at: int) -> None:
+        """Give a running sequence its tokens; later ones make room for it."""
+        seq = self._running[at]
+        want = self._limit(seq.num_uncomputed)
+        if want <= 0 or seq.key in self.preempted:
             return
         size, have = self.limits.block_tokens, len(seq.blocks)
         room = have * size - seq.num_computed
         while room + self.free * size < 1:
-            if not self._preempt_younger(seq):
+            if not self._preempt_after(at):
                 return
-        count = min(seq.num_uncomputed, self.budget, self.limits.max_chunk, room + self.free * size)
+        # A victim may have given tokens back as well.
+        count = min(self._limit(seq.num_uncomputed), room + self.free * size)
         blocks = -(-(seq.num_computed + count) // size) - have if count > room else 0
-        self.budget -= count
         self.free -= blocks
+        self._spend(seq.num_uncomputed, count)
         self.grants[seq.key] = Grant(seq, count, blocks)
 
     def admit(self, waiting: Iterable[Sequence], lookup: Callable[[Sequence], Hit]) -> None:
@@ -148,23 +180,39 @@ class _Draft:
             return
         for seq in waiting:
             hit = lookup(seq)
+            missing = seq.num_tokens - hit.num_ready
+            limit = self._limit(missing)
+            if limit <= 0:
+                return
             held = hit.num_tokens // size
             needed = -(-seq.num_tokens // size) - held
             # One spare block for each running sequence: else the newcomer is soon preempted for their growth.
             fits = needed + hit.num_idle + promised + num_running <= self.free
-            if not fits and not (num_running == 0 and hit.num_idle < self.free):
+            restored = hit.num_ready - hit.num_tokens
+            room = (self.free - hit.num_idle) * size - restored
+            if not fits and not (num_running == 0 and room > 0):
                 return  # nobody overtakes: a long prompt would starve
-            missing = seq.num_tokens - hit.num_tokens
-            count = min(missing, self.budget, self.limits.max_chunk, (self.free - hit.num_idle) * size)
-            blocks = -(-(hit.num_tokens + count) // size) - held
+            count = min(limit, room)
+            blocks = -(-(hit.num_ready + count) // size) - held
             self.admitted.append((seq.key, hit))
             self.grants[seq.key] = Grant(seq, count, blocks)
-            self.budget -= count
+            self._spend(missing, count)
             self.free -= blocks + hit.num_idle
             promised += needed - blocks
             num_running += 1
             if num_running >= self.limits.max_running or self.budget <= 0:
                 return
+
+    def _limit(self, missing: int) -> int:
+        """Return how many of the tokens that a sequence misses this step can take: one is a decode, more a prompt."""
+        if missing <= 1:
+            return min(missing, self.budget)
+        return min(missing, self.budget, self.prompts, self.limits.max_chunk)
+
+    def _spend(self, missing: int, count: int) -> None:
+        self.budget -= count
+        if missing > 1:
+            self.prompts -= count
 
     def _outstanding(self, seq: Sequence) -> int:
         """Blocks that a running prompt still needs after this step."""
@@ -172,15 +220,16 @@ class _Draft:
         have = len(seq.blocks) + (grant.num_blocks if grant else 0)
         return max(0, -(-seq.num_tokens // self.limits.block_tokens) - have)
 
-    def _preempt_younger(self, seq: Sequence) -> bool:
-        if self._last < 0 or self._running[self._last] is seq:
+    def _preempt_after(self, at: int) -> bool:
+        """Take the blocks of a sequence behind `at`: of the lowest class the last one; false if there is none."""
+        behind = [i for i in range(at + 1, len(self._running)) if self._running[i].key not in self.preempted]
+        if not behind:
             return False
-        victim = self._running[self._last]
-        self._last -= 1
-        self.preempted.append(victim.key)
+        victim = self._running[max(behind, key=lambda i: (self._running[i].priority, i))]
+        self.preempted[victim.key] = None
         self.free += self._reclaim(victim)
         undone = self.grants.pop(victim.key, None)
         if undone is not None:
-            self.budget += undone.num_tokens
+            self._spend(victim.num_uncomputed, -undone.num_tokens)
             self.free += undone.num_blocks
         return True

@@ -43,7 +43,8 @@ class Sequence:
     salt: str = ""  # tenant salt of the block-hash chain
     tenant: str = "default"
     deadline: float = 0.0  # Unix seconds
-    arrival: float = 0.0
+    arrival: float = 0.0  # monotonic seconds
+    priority: int = 0  # class: 0 comes first
     phase: Phase = Phase.WAITING
     num_computed: int = 0
     num_cached: int = 0  # tokens found in the device tier or loaded from the store
