@@ -11,14 +11,12 @@ from engine.sampling import choose
 from engine.sequence import Key
 from kernels.attention.reference import BLOCK_TOKENS
 from models import weights
-from models.config import ModelConfig
 from models.errors import ModelFileError
-from models.gguf import GgufFile
+from models.source import open_model
 from models.transformer import Transformer
 from schemas.record import Sampling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 class TorchRunner:
@@ -32,7 +30,7 @@ class TorchRunner:
         """Load a model.
 
         Args:
-            model_path: a GGUF file of the llama family.
+            model_path: a GGUF file or a Hugging Face folder of a supported family.
             dtype: "bfloat16" or "float32", of weights, activations and KV.
             threads: intra-op threads of this process; None leaves torch's choice. Results do not depend on it.
 
@@ -44,11 +42,11 @@ class TorchRunner:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if threads is not None:
             torch.set_num_threads(threads)
-        with GgufFile(model_path) as file:
-            config = ModelConfig.from_gguf(file)
-            self._model = Transformer(config, weights.load(file, config, DTYPES[dtype]))
-            identity = file.fingerprint()
-            self.eos_ids = _eos_ids(file, config.vocab_size)
+        with open_model(model_path) as source:
+            config = source.config
+            self._model = Transformer(config, weights.load(source, DTYPES[dtype]))
+            identity = source.fingerprint()
+            self.eos_ids = source.eos_ids
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_context = self._model.max_context
@@ -113,16 +111,3 @@ class TorchRunner:
     def close(self) -> None:
         """Let go of the pool, so that its map can be closed."""
         self._lines = None
-
-
-def _eos_ids(file: GgufFile, vocab_size: int) -> frozenset[int]:
-    """Return the ids that end a text.
-
-    Raises:
-        ModelFileError: an id lies outside the vocabulary.
-    """
-    found = {key: file.metadata[key] for key in _EOS_KEYS if key in file.metadata}
-    for key, value in found.items():
-        if not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise ModelFileError(file.path, f"metadata {key!r} is {value!r:.80}, not one of {vocab_size} ids")
-    return frozenset(found.values())

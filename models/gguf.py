@@ -6,6 +6,7 @@ no more time and memory than a good one of its size. Format: https://github.com/
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import struct
@@ -17,6 +18,7 @@ from models.errors import ModelFileError
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
+MAX_ITEMS = 1 << 22  # of one metadata array; the largest vocabularies have a quarter of a million
 
 # Value types of metadata: struct code, or the marker of a string or an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -92,8 +94,10 @@ class GgufFile:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Unmap the file; views handed out by `data` must be gone."""
-        self._map.close()
+        """Unmap the file, or leave that to the last of the views that `data` handed out."""
+        # A view may live in the frames of an error on its way out, which must not be hidden by one about the view.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def __enter__(self) -> GgufFile:
         return self
@@ -154,6 +158,8 @@ class _Reader:
             raise self.fail(f"corrupt: {self.what} nests arrays too deeply")
         item = self.number("I")
         count = self.number("Q")
+        if count > MAX_ITEMS:
+            raise self.fail(f"truncated or corrupt: {self.what} claims {count} items, more than {MAX_ITEMS}")
         if item in _SCALARS:
             code = "B" if item == 7 else _SCALARS[item]
             width = struct.calcsize("<" + code)

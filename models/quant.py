@@ -17,24 +17,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from models.errors import ModelFileError
 from models.gguf import TENSOR_TYPES
+from models.tensors import FLOAT_KINDS as FLOAT_KINDS  # one of the names of this module, too
+from models.tensors import TensorData
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 # Elements and bytes of one block, by kind.
 KINDS: dict[str, tuple[int, int]] = {kind: (per_block, nbytes) for kind, per_block, nbytes in TENSOR_TYPES.values()}
-FLOAT_KINDS = frozenset({"F32", "F16", "BF16"})
 
 _ZERO = {"Q4_0": 8, "Q4_1": 0, "Q8_0": 128, "Q4_K": 0, "Q5_K": 0, "Q6_K": 32}
 _SCALE_BYTES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 # Blocks are unpacked in slices of about this many elements: temporaries stay in the caches, and small.
 _SLICE = 1 << 18
+
+
+class Tensors(Protocol):
+    """The part of a `ModelSource` that is read here."""
+
+    @property
+    def path(self) -> Path: ...
+    def tensor(self, name: str) -> TensorData: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +153,20 @@ def all_finite(kind: str, raw: Bytes) -> bool:
         )
     blocks = raw.reshape(-1, KINDS[kind][1])
     return all(bool(((blocks[:, at + 1] & 0x7C) != 0x7C).all()) for at in _SCALE_BYTES[kind])
+
+
+def checked(source: Tensors, name: str) -> tuple[str, Bytes, tuple[int, ...]]:
+    """Return a tensor's kind, its raw bytes as uint8 `[nbytes]` (a view of the file), and its shape.
+
+    Raises:
+        ModelFileError: a value (or the scale of a block) is NaN or infinite.
+        KeyError: the source has no such tensor.
+    """
+    kind, view, shape = source.tensor(name)
+    raw = np.frombuffer(view, np.uint8)
+    if not all_finite(kind, raw):
+        raise ModelFileError(source.path, f"corrupt: tensor {name!r} holds values that are no finite numbers")
+    return kind, raw, shape
 
 
 def _check(kind: str, raw: Bytes, num_elements: int) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from models.chat import ChatTemplate
-from models.gguf import GgufFile
 from models.tokenizer import ModelTokenizer
 
 
@@ -48,11 +47,12 @@ class ModelText:
 
 
 def load_text(path: Path) -> ModelText:
-    """Read tokenizer and chat template from a GGUF file (about 0.25 s).
+    """Read tokenizer and chat template of a GGUF file or a Hugging Face folder (about 0.25 s for 49,000 tokens).
 
     Raises:
         ModelFileError: the file is corrupt, or its tokenizer or template is not supported.
     """
-    with GgufFile(path) as file:
-        tokenizer = ModelTokenizer(file)
-        return ModelText(tokenizer, ChatTemplate.from_gguf(file, tokenizer))
+    from models.source import open_model  # it hands out `ModelText`
+
+    with open_model(path) as source:
+        return source.text()

@@ -143,7 +143,7 @@ class Transformer:
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias
         qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
-        turned = rope(qkv[:, : -c.num_kv_heads], turns)
+        turned = rope(self._normed_heads(layer, qkv[:, : -c.num_kv_heads]), turns, c.rope_pairing)
         q, k, v = turned[:, : c.num_heads], turned[:, c.num_heads :], qkv[:, -c.num_kv_heads :]
         kv_write(lines, slots + shift, torch.stack((k.flatten(1), v.flatten(1)), dim=1))
         out = torch.empty(len(x), c.num_heads * c.head_dim, dtype=self.dtype)
@@ -153,6 +153,16 @@ class Transformer:
             else:
                 self._attend_tiles(part, shift, q, lines, out)
         return self._linear(out, layer.out)
+
+    def _normed_heads(self, layer: Layer, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize each head of queries and keys `[tokens, heads + kv_heads, head_dim]` where the model does so."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        c = self.config
+        x = heads.float()
+        q = rms_norm(x[:, : c.num_heads], layer.q_norm, c.norm_eps, self.dtype)
+        k = rms_norm(x[:, c.num_heads :], layer.k_norm, c.norm_eps, self.dtype)
+        return torch.cat((q, k), dim=1)
 
     def _attend_rows(self, part: _Rows, shift: int, q: torch.Tensor, lines: torch.Tensor, out: torch.Tensor) -> None:
         c = self.config

@@ -11,6 +11,7 @@ import pytest
 from models.chat import ChatTemplate
 from models.errors import ModelFileError
 from models.gguf import GgufFile
+from models.gguf_tokenizer import read_gguf_tokenizer
 from models.text import load_text
 from models.tokenizer import ModelTokenizer
 from schemas.errors import BadRequest
@@ -21,7 +22,7 @@ from tests.models.files import CHATML, tiny_model
 def tokenizer(tiny: Path) -> ModelTokenizer:
     """The tiny model's tokenizer."""
     with GgufFile(tiny) as file:
-        return ModelTokenizer(file)
+        return read_gguf_tokenizer(file)
 
 
 def _user(content: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 from models.config import ModelConfig
 from models.errors import ModelFileError
 from models.gguf import GgufFile, fingerprint
-from models.tokenizer import ModelTokenizer
+from models.gguf_tokenizer import read_gguf_tokenizer
 from tests.models.files import tiny_model
 
 
@@ -23,7 +23,7 @@ def _open(path: Path) -> None:
     """Do everything to a file that serving does before it reads weights."""
     with GgufFile(path) as file:
         ModelConfig.from_gguf(file)
-        ModelTokenizer(file)
+        read_gguf_tokenizer(file)
 
 
 def _after(data: bytes, mark: bytes, skip: int = 0) -> int:

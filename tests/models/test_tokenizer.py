@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from models.gguf import GgufFile
+from models.gguf_tokenizer import read_gguf_tokenizer
 from models.text import ModelText, load_text
 from models.tokenizer import ModelTokenizer
 from tests.models.files import ROOT, tiny_model
@@ -24,7 +25,7 @@ from scripts.make_token_golden import GOLDEN, golden_lines
 def tokenizer(tiny: Path) -> ModelTokenizer:
     """The tiny model's tokenizer: bytes and a few merges."""
     with GgufFile(tiny) as file:
-        return ModelTokenizer(file)
+        return read_gguf_tokenizer(file)
 
 
 @pytest.mark.slow

@@ -9,16 +9,15 @@ import numpy as np
 import torch
 
 from models import weights
-from models.config import ModelConfig
-from models.gguf import GgufFile
+from models.source import open_model
 
 
 def test_every_weight_has_the_values_of_the_file(tiny: Path) -> None:
     """Joined matrices hold their parts in the order q, k, v and gate, up; a missing output tensor is the embedding."""
     tensors = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(tiny).tensors}
 
-    with GgufFile(tiny) as file:
-        loaded = weights.load(file, ModelConfig.from_gguf(file), torch.float32)
+    with open_model(tiny) as source:
+        loaded = weights.load(source, torch.float32)
 
     assert loaded.head is loaded.embedding
     assert torch.equal(loaded.embedding, tensors["token_embd.weight"])
