@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = 32  # inputs that share a scale and an offset
-# The largest integer that x is rounded to. 16 bits are taken as 256 · high + low with two signed bytes, at most 127 each.
-LIMITS = {8: 127, 16: 127 * 256 + 127}
+# The largest integer that x is rounded to. 16 bits are taken as 256 · high + low, both signed bytes.
+LIMITS = {8: 127, 16: 127 * 256}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A weight `[out, in]` whose values are `scale · q + offset`, in groups of 32 inputs.
 
-    `q` is int8 `[out, in]`, or uint8 `[out, in / 2]` that holds integers from 0 to 15: byte i of a group's 16 has element
-    i in its low and element i + 16 in its high half, which is how GGUF's Q4_0 and Q4_1 lie in a file.
+    `q` is int8 `[out, in]`, or uint8 `[out, in / 2]` that holds integers from 0 to 15: byte i of a group's 16 has
+    element i in its low and element i + 16 in its high half, which is how GGUF's Q4_0 and Q4_1 lie in a file.
     """
 
     q: torch.Tensor

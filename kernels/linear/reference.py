@@ -49,11 +49,11 @@ def quantize_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         q int32 `[rows, groups, 32]` and scale float32 `[rows, groups]`; halves go to the even neighbour.
     """
-    groups = x.float().unflatten(1, (-1, GROUP))
+    groups = x.float().view(len(x), -1, GROUP)
     limit = float(LIMITS[bits])
-    scale = groups.abs().amax(2) / limit
-    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    return (groups * inverse.unsqueeze(2)).round().clamp(-limit, limit).int(), scale
+    most = groups.abs().amax(2)
+    inverse = torch.where(most > 0, limit / most, 0.0)
+    return (groups * inverse.unsqueeze(2)).round().int(), most / limit
 
 
 def linear_grouped_int(x: torch.Tensor, weight: GroupedWeight, bits: int = 16) -> torch.Tensor:
