@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from engine.plan import BatchPlan, Row, Sampled
-from engine.sampling import choose
+from engine.sampling import choose_ids
 from engine.sequence import Key
 from kernels.attention.reference import BLOCK_TOKENS
+from kernels.sampling.reference import sample
 from models import weights
 from models.errors import ModelFileError
 from models.source import open_model
@@ -80,13 +81,7 @@ class TorchRunner:
         if not plan.rows:
             return []
         logits = self.logits(plan.rows)
-        sampled = []
-        for at, row in enumerate(row for row in plan.rows if row.sample):
-            for choice in row.choices:
-                picked = choose(logits[at], row.sampling, choice, row.index)
-                logprob = None if picked.error else picked.logprob
-                sampled.append(Sampled(row.key, choice, row.index, picked.id, logprob, picked.error))
-        return sampled
+        return choose_ids([row for row in plan.rows if row.sample], logits.numpy(), self.eos_ids, sample)
 
     def warm_up(self) -> None:
         """Compute a short prompt and one decoded token on scratch blocks.

@@ -40,7 +40,10 @@ class Model(BaseModel):
 
 
 class Sampling(Model):
-    """How to choose tokens. `seed` is always set once a request is admitted."""
+    """How to choose tokens. `seed` is always set once a request is admitted.
+
+    What is left at its default does not travel, so records of before a field decode, and their bytes are the same.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,6 +53,12 @@ class Sampling(Model):
     max_tokens: int = 16
     ignore_eos: bool = False
     stop: list[str] = []
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []  # empty: all
+    min_tokens: int = 0
 
 
 class ReplyTo(Model):

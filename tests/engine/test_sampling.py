@@ -1,122 +1,114 @@
-"""Choosing a token is a pure function of the row, the parameters, and (seed, choice, index)."""
+"""From rows of a step to draws: what a request asks for is what is drawn, and state comes from the ids alone."""
 
 from __future__ import annotations
 
-import collections
-import math
+from collections.abc import Sequence
+from typing import Any
 
-import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import numpy as np
+import numpy.typing as npt
 
-from engine.sampling import choose, uniform
+from engine.plan import Row
+from engine.sampling import NOT_NUMBERS, NOTHING_LEFT, choose_ids, draw_of
+from engine.sequence import Key
+from kernels.sampling import Request, uniform
+from kernels.sampling.reference import sample
 from schemas.record import Sampling
 
-
-def _logits(vocab: int = 5000, seed: int = 1) -> torch.Tensor:
-    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def _draws(logits: torch.Tensor, sampling: Sampling, count: int) -> collections.Counter[int]:
-    return collections.Counter(choose(logits, sampling, 0, i).id for i in range(count))
+VOCAB = 40
+EOS = frozenset({2, 5})
 
 
-def test_greedy_takes_the_most_likely_and_the_lowest_of_equals() -> None:
-    """Temperatures below 1e-5 are greedy, whatever the seed."""
-    logits = torch.zeros(100)
-    logits[[40, 7, 99]] = 5.0
-
-    for seed in range(5):
-        assert choose(logits, Sampling(temperature=1e-6, seed=seed), 0, 0).id == 7
-
-
-def test_the_logprob_is_the_models_own() -> None:
-    """Before temperature and filters."""
-    logits = _logits()
-
-    for sampling in (Sampling(temperature=0.0), Sampling(temperature=0.5, top_k=3, seed=4)):
-        picked = choose(logits, sampling, 0, 0)
-        assert picked.logprob == pytest.approx(float(logits.double().log_softmax(0)[picked.id]), abs=1e-9)
+def row(
+    prompt: list[int], outputs: Sequence[int] = (), *, name: str = "a", choices: tuple[int, ...] = (0,), **s: Any
+) -> Row:
+    """A row that samples the id after `outputs`."""
+    ids = [*prompt, *outputs]
+    return Row(
+        Key(name, choices[0]), ids[-1:], len(ids) - 1, len(prompt), [0], True, len(outputs), choices, Sampling(**s), ids
+    )
 
 
-@pytest.mark.slow
-def test_draws_follow_the_distribution() -> None:
-    """8,000 draws from four tokens at temperature 2 lie within 5 standard deviations."""
-    logits = torch.tensor([0.0, 2.0, -1.0, 1.0])
-    want = (logits / 2).softmax(0).tolist()
-
-    counts = _draws(logits, Sampling(temperature=2.0, seed=11), 8000)
-
-    for token, p in enumerate(want):
-        assert abs(counts[token] - 8000 * p) < 5 * math.sqrt(8000 * p * (1 - p))
+def logits(rows: int, seed: int = 1) -> npt.NDArray[np.float32]:
+    """Normal logits `[rows, VOCAB]`."""
+    return np.random.default_rng(seed).standard_normal((rows, VOCAB)).astype(np.float32)
 
 
-@pytest.mark.slow
-def test_top_k_top_p_and_min_p_keep_what_they_say() -> None:
-    """Each filter's support, from the sorted distribution written out."""
-    logits = _logits()
-    order = logits.argsort(descending=True).tolist()
-    probabilities = logits.double().softmax(0)
-    nucleus, mass = [], 0.0
-    for token in order:
-        nucleus.append(token)
-        mass += float(probabilities[token])
-        if mass >= 0.7:
-            break
-    likely = set((probabilities >= 0.1 * probabilities.max()).nonzero().flatten().tolist())
+def test_every_parameter_reaches_the_draw() -> None:
+    """With the ids of prompt and outputs as they were when the row was made."""
+    r = row(
+        [1, 2, 3], [4, 4], choices=(6,), temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=11, presence_penalty=0.5,
+        frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={3: -1.0}, allowed_token_ids=[3, 4], min_tokens=3,
+    )  # fmt: skip
+    r.context.append(9)  # what the engine learns later is not this row's
 
-    assert set(_draws(logits, Sampling(top_k=3, seed=1), 400)) == set(order[:3])
-    assert set(_draws(logits, Sampling(top_p=0.7, seed=1), 1000)) <= set(nucleus)
-    assert len(set(_draws(logits, Sampling(top_p=0.7, seed=1), 1000))) > min(len(nucleus), 300) // 2
-    assert set(_draws(logits, Sampling(min_p=0.1, seed=1), 1000)) <= likely
-    assert set(_draws(logits, Sampling(top_p=1e-9, seed=1), 20)) == {order[0]}
-    assert set(_draws(logits, Sampling(top_k=1, seed=1), 20)) == {order[0]}
+    assert draw_of(r, 6, EOS) == Request(
+        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, point=uniform(11, 6, 2), presence_penalty=0.5,
+        frequency_penalty=-0.5, repetition_penalty=1.5, prompt_ids=[1, 2, 3], output_ids=[4, 4], logit_bias={3: -1.0},
+        allowed_ids=[3, 4], forbidden_ids=[2, 5],
+    )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_flat_distribution_is_sorted_as_a_whole() -> None:
-    """Where the likely tokens hold too little mass the nucleus is still right: half of equal tokens, the lower ids."""
-    logits = torch.zeros(4000)
-
-    drawn = _draws(logits, Sampling(top_p=0.5, seed=3), 500)
-
-    assert max(drawn) < 2000 and len(drawn) > 300
-    assert max(_draws(logits, Sampling(top_k=10, seed=3), 200)) == 9
+def test_ids_are_looked_at_only_where_a_penalty_asks() -> None:
+    """A long context costs a plain request nothing."""
+    assert draw_of(row([1] * 9, [2]), 0, EOS) == Request(point=uniform(0, 0, 1))
+    assert draw_of(row([1], temperature=0.0, seed=3), 0, EOS) == Request(temperature=0.0)
 
 
-def test_a_draw_depends_on_seed_choice_and_index_and_on_nothing_else() -> None:
-    """Equal arguments give the equal id; each other argument changes the sequence."""
-    logits = _logits()
-
-    def ids(seed: int, choice: int, first: int = 0) -> list[int]:
-        return [choose(logits, Sampling(seed=seed), choice, i).id for i in range(first, first + 20)]
-
-    assert ids(1, 0) == ids(1, 0)
-    assert len({tuple(x) for x in (ids(1, 0), ids(2, 0), ids(1, 1), ids(1, 0, 1), ids(-1, 0), ids(2**63, 0))}) == 6
+def test_a_text_does_not_end_before_min_tokens() -> None:
+    """Ids that end it are not chosen before, and may be from then on; whatever `ignore_eos` says."""
+    flat = np.zeros((1, VOCAB), np.float32)
+    flat[0, 5] = 9.0
+    for index in range(4):
+        (got,) = choose_ids([row([1], [7] * index, temperature=0.0, min_tokens=3)], flat, EOS, sample)
+        assert (got.id == 5) == (index >= 3)
 
 
-@given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 1000), st.integers(0, 100000))
-def test_uniform_numbers_lie_in_the_unit_interval(seed: int, choice: int, index: int) -> None:
-    """Zero may occur, one may not; the purpose gives another number."""
-    assert 0.0 <= uniform(seed, choice, index) < 1.0
-    assert uniform(seed, choice, index) != uniform(seed, choice, index, "draft")
+def test_each_choice_of_a_row_draws_from_it_in_the_order_of_rows() -> None:
+    """Rows with several choices, of which each has its own points."""
+    x = logits(3)
+    rows = [row([1], name="a"), row([1], [3], name="b", choices=(0, 1, 2), seed=4), row([2], name="c", choices=(7,))]
+
+    got = choose_ids(rows, x, EOS, sample)
+
+    assert [(s.key.request_id, s.choice, s.index) for s in got] == [
+        ("a", 0, 0), ("b", 0, 1), ("b", 1, 1), ("b", 2, 1), ("c", 7, 0),
+    ]  # fmt: skip
+    for s, at, seed in zip(got, (0, 1, 1, 1, 2), (0, 4, 4, 4, 0), strict=True):
+        (alone,) = sample(x[at : at + 1], [Request(point=uniform(seed, s.choice, s.index))])
+        assert (s.id, s.logprob) == (alone.id, alone.logprob)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_are_an_error_of_the_row(bad: float) -> None:
-    """The id is invalid, and nothing is raised."""
-    logits = _logits()
-    logits[17] = bad
+def test_a_row_that_goes_wrong_fails_alone() -> None:
+    """Its error says what is wrong; its neighbours' ids and logprobs are those of a good step."""
+    x = logits(4)
+    bad = x.copy()
+    bad[1, 30] = np.nan
+    rows = [row([1], name=n, seed=i) for i, n in enumerate("abc")]
+    masked = row([1], name="d", allowed_token_ids=[2], min_tokens=1)
 
-    for sampling in (Sampling(temperature=0.0), Sampling(seed=1)):
-        picked = choose(logits, sampling, 0, 0)
-        assert picked.error is not None and picked.id == -1
+    good = choose_ids(rows, x[:3], EOS, sample)
+    got = choose_ids([*rows, masked], bad, EOS, sample)
+
+    assert (got[1].id, got[1].error, got[1].logprob) == (-1, NOT_NUMBERS, None)
+    assert (got[3].id, got[3].error) == (-1, NOTHING_LEFT)
+    assert [got[0], got[2]] == [good[0], good[2]]
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
-    """A logit of minus infinity has no weight, at any temperature."""
-    logits = torch.full((50,), float("-inf"))
-    logits[[3, 9]] = torch.tensor([0.0, -200.0])
+def test_a_replay_from_the_ids_draws_the_same() -> None:
+    """A text with all penalties, drawn id by id, and each id again from the ids before it in a fresh row."""
+    penalties: dict[str, Any] = {
+        "temperature": 1.3, "seed": 9, "presence_penalty": 1.0, "frequency_penalty": 0.7, "repetition_penalty": 1.2,
+        "logit_bias": {4: 2.0}, "min_tokens": 5,
+    }  # fmt: skip
+    prompt, outputs = [1, 4, 4], list[int]()
+    for index in range(30):
+        (got,) = choose_ids([row(prompt, outputs, **penalties)], logits(1, index), EOS, sample)
+        outputs.append(got.id)
 
-    assert set(_draws(logits, Sampling(temperature=2.0, seed=1), 200)) == {3}
+    for index in (0, 1, 7, 29):
+        beside = row([8], name="b", frequency_penalty=2.0)
+        x = np.concatenate([logits(1, 99), logits(1, index)])
+        again = choose_ids([beside, row(prompt, outputs[:index], **penalties)], x, EOS, sample)
+        assert again[1].id == outputs[index]
+    assert len(set(outputs)) > 15  # penalties keep it from repeating itself
