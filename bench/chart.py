@@ -29,8 +29,6 @@ def draw(result: dict[str, Any], path: str) -> None:
             axis.set_xticks(range(len(rows)), [f"{row['streams']}" for row in rows])
             axis.set_xlabel("streams")
             axis.set_title(f"{label}, prompts of about {length} tokens")
-            if key != "tokens_per_s":
-                axis.set_yscale("log")
     axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
