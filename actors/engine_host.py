@@ -58,6 +58,7 @@ class EngineActor(Actor):
         num_blocks: int,
         token_budget: int,
         max_running: int,
+        parking_tokens: int = 0,
     ) -> None:
         super().__init__(context)
         self.role = role
@@ -67,6 +68,7 @@ class EngineActor(Actor):
         self._num_blocks = num_blocks
         self._token_budget = token_budget
         self._max_running = max_running
+        self._parking_tokens = parking_tokens
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread: EngineThread | None = None
         self.pool: BlockPool | None = None
@@ -115,6 +117,7 @@ class EngineActor(Actor):
             root=self.root,
             now=self.clock.now,
             wall=self.clock.wall,
+            parking_tokens=self._parking_tokens,
         )
         runner.warm_up()
         return core

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from engine.costs import StepCosts, Work, run_work
+from engine.costs import Work, run_work
 from engine.lending import Lending
 from engine.live import (
     Candidate,
@@ -20,9 +19,11 @@ from engine.live import (
     end_reason,
     make_row,
 )
+from engine.parking import Parking
 from engine.plan import BatchPlan, Row, Runner, Sampled
+from engine.planner import Planner
 from engine.roster import Roster
-from engine.scheduler import Decision, Hit, Scheduler
+from engine.scheduler import Decision, Scheduler
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
 from kvstore.pool import BlockPool
@@ -52,6 +53,7 @@ class EngineCore:
         wall: Callable[[], float],
         max_waiting: int = 4096,
         cache_outputs: bool = False,
+        parking_tokens: int = 0,
     ) -> None:
         """Bind the runner to the pool.
 
@@ -65,6 +67,7 @@ class EngineCore:
             max_waiting: `add` refuses beyond this.
             cache_outputs: also keep blocks that decode wrote for later prompts. Off by default: a prompt that meets
                 them must get the same bits as if it had computed them itself, which not every runner can promise.
+            parking_tokens: tokens whose KV can be kept in host memory for preempted sequences.
         """
         self.runner = runner
         self.pool = pool
@@ -75,14 +78,18 @@ class EngineCore:
         self.wall = wall
         self._max_waiting = max_waiting
         self._cache_outputs = cache_outputs
-        self.costs = StepCosts()
         self._roster = Roster(scheduler.rank)
         self._lent = Lending(pool)
+        self._parking = Parking(parking_tokens // BLOCK_TOKENS * pool.block_nbytes, pool.block_nbytes, now)
         self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
         self._counts: dict[str, float] = dict.fromkeys(
-            "steps tokens items preempted failed crashes aborted prompt_tokens cached_tokens".split(), 0
+            "steps tokens items preempted preempted_recompute preempted_parked parked_bytes failed crashes aborted "
+            "prompt_tokens cached_tokens".split(),
+            0,
         )
+        self._planner = Planner(scheduler, pool, self._roster, self._lent, self._parking, self._counts)
+        self.costs = self._planner.costs
         runner.bind(pool.view(), pool.num_blocks)
 
     # --- commands: sequences that are computed here ------------------------------------------------
@@ -259,7 +266,7 @@ class EngineCore:
         """Compute one batch. A runner that raises fails the sequences of this batch and no others."""
         started = self.now()
         ended = self._expire()
-        decision = self._schedule()
+        decision = self._planner.schedule()
         rows = [make_row(self._roster.live[seq.key], count) for seq, count, _ in decision.grants]
         sampled, crash = self._execute(rows)
         outcome = self._commit(rows, sampled, crash)
@@ -281,75 +288,6 @@ class EngineCore:
             self._remove(live)
             ended.append((live.seq.key, "expired"))
         return ended
-
-    def _schedule(self) -> Decision:
-        decision = self._plan()
-        if decision.preempt:
-            self._preempt(decision)
-            if not decision.grants:
-                # Shared blocks made the gain look smaller than it was: what is free now is the truth.
-                again = self._plan()
-                self._preempt(again)
-                decision = replace(again, preempt=decision.preempt + again.preempt)
-        self._allocate(decision)
-        return decision
-
-    def _plan(self) -> Decision:
-        return self.scheduler.plan(
-            self._roster.ready(self.pool, self._lent.loads),
-            [live.seq for live in self._roster.running],
-            self.pool.num_free,
-            prompt_tokens=self._prompt_tokens(),
-            lookup=self._lookup,
-            reclaim=self._reclaimable,
-        )
-
-    def _prompt_tokens(self) -> int | None:
-        """Return how many prompt tokens the pace of the running decodes leaves room for; None: as many as you like."""
-        decodes, prompts = Work(0, 0), []
-        for live in self._roster.running:
-            if live.seq.num_uncomputed > 1:
-                prompts.append(live.seq)
-            else:
-                decodes = decodes.plus(run_work(live.seq.num_computed, 1))
-        joining = min(len(prompts) + len(self._roster.waiting), self.scheduler.max_running - decodes.tokens)
-        if not decodes.tokens or joining <= 0:
-            return None
-        start = prompts[0].num_computed if prompts else 0
-        return self.costs.prompt_tokens(decodes, joining, start, self.scheduler.token_budget)
-
-    def _lookup(self, seq: Sequence) -> Hit:
-        length, idle = self.pool.peek(self._roster.live[seq.key].cacheable)
-        return Hit(length * BLOCK_TOKENS, idle)
-
-    def _reclaimable(self, seq: Sequence) -> int:
-        return self.pool.num_reclaimable(seq.blocks)
-
-    def _preempt(self, decision: Decision) -> None:
-        for key in decision.preempt:
-            live = self._roster.live[key]
-            self.pool.free(live.seq.blocks)
-            self._roster.wait(live)
-            live.seq.num_preempted += 1
-            self._counts["preempted"] += 1
-
-    def _allocate(self, decision: Decision) -> None:
-        # Hits are pinned before anything is allocated, or an allocation could evict them.
-        for key, hit in decision.admit:
-            live = self._roster.live[key]
-            seq = live.seq
-            seq.blocks = self.pool.match(live.cacheable)
-            assert len(seq.blocks) * BLOCK_TOKENS == hit.num_tokens, "the device tier changed during planning"
-            seq.num_computed = hit.num_tokens
-            seq.num_hashed = len(seq.blocks)
-            if seq.num_preempted == 0:
-                seq.num_cached = hit.num_tokens
-                self._counts["prompt_tokens"] += len(seq.prompt_ids)
-                self._counts["cached_tokens"] += hit.num_tokens
-            self._roster.start(live)
-        for seq, _, num_blocks in decision.grants:
-            if num_blocks:
-                seq.blocks += self.pool.allocate(num_blocks)
 
     def _execute(self, rows: list[Row]) -> tuple[list[Sampled], str | None]:
         if not rows:
@@ -491,6 +429,7 @@ class EngineCore:
     def _remove(self, live: Live, *, writer: str | None = None) -> None:
         seq = live.seq
         self._roster.leave(live)
+        self._parking.drop(seq.key)
         self.abandon_load(seq.key, writer=writer)
         if seq.phase is Phase.HELD:
             self._lent.give_back(seq.blocks, writer)
@@ -562,6 +501,7 @@ class EngineCore:
             "waiting": len(self._roster.waiting),
             "expected": len(self._lent.expected),
             "loading": len(self._lent.loads),
+            "parking_bytes": self._parking.nbytes,
             **{f"{name}_total": count for name, count in self._counts.items()},
             **self.costs.statistics(),
             **self.pool.statistics(),
@@ -571,6 +511,8 @@ class EngineCore:
         """Assert that every block in use has an owner here (or a write-back), and that phases and lists agree."""
         self.pool.check_integrity()
         self._roster.check_integrity()
+        self._parking.check_integrity()
+        assert all(key in self._roster.waiting for key in self._parking.keys), "something runs and is parked"
         owned = {b for v in self._roster.live.values() for b in v.seq.blocks}
         owned |= set(self._lent.blocks())
         assert len(owned) <= self.pool.in_use + self.pool.num_quarantined, "more blocks are owned than in use"

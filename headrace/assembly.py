@@ -172,6 +172,7 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
         num_blocks=settings.num_blocks,
         token_budget=settings.token_budget,
         max_running=settings.max_running,
+        parking_tokens=settings.parking_tokens,
     )
 
 

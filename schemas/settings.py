@@ -75,6 +75,7 @@ class Settings(BaseSettings):
     host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
+    parking_tokens: int = Field(4096, ge=0, description="tokens of KV in host memory for preempted sequences; 0: none")
     shm_dir: str = Field("/dev/shm", description="where pools are exported as files")
 
     # Time

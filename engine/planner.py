@@ -1,0 +1,124 @@
+"""Between the scheduler's decision and the runner's rows: who gives blocks back, who starts, who gets which blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.costs import StepCosts, Work, run_work
+from engine.lending import Lending
+from engine.parking import Parking
+from engine.roster import Roster
+from engine.scheduler import Decision, Hit, Scheduler
+from engine.sequence import Sequence
+from kvstore.block import BLOCK_TOKENS, num_blocks_for
+from kvstore.pool import BlockPool
+
+
+class Planner:
+    """Asks the pure scheduler, and carries its decision out on pool, lines and parking area."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        roster: Roster,
+        lent: Lending,
+        parking: Parking,
+        counts: dict[str, float],
+    ) -> None:
+        """Use the core's own parts; `counts` are its counters."""
+        self.costs = StepCosts()
+        self._scheduler = scheduler
+        self._pool = pool
+        self._roster = roster
+        self._lent = lent
+        self._parking = parking
+        self._counts = counts
+
+    def schedule(self) -> Decision:
+        """Decide a step and make it so: preempted sequences lost their blocks, granted ones have theirs."""
+        decision = self._plan()
+        if decision.preempt:
+            self._preempt(decision)
+            if not decision.grants:
+                # Shared blocks made the gain look smaller than it was: what is free now is the truth.
+                again = self._plan()
+                self._preempt(again)
+                decision = replace(again, preempt=decision.preempt + again.preempt)
+        self._allocate(decision)
+        return decision
+
+    def _plan(self) -> Decision:
+        return self._scheduler.plan(
+            self._roster.ready(self._pool, self._lent.loads),
+            [live.seq for live in self._roster.running],
+            self._pool.num_free,
+            prompt_tokens=self._prompt_tokens(),
+            lookup=self._lookup,
+            reclaim=self._reclaimable,
+        )
+
+    def _prompt_tokens(self) -> int | None:
+        """Return how many prompt tokens the pace of the running decodes leaves room for; None: as many as you like."""
+        decodes, prompts = Work(0, 0), []
+        for live in self._roster.running:
+            if live.seq.num_uncomputed > 1:
+                prompts.append(live.seq)
+            else:
+                decodes = decodes.plus(run_work(live.seq.num_computed, 1))
+        joining = min(len(prompts) + len(self._roster.waiting), self._scheduler.max_running - decodes.tokens)
+        if not decodes.tokens or joining <= 0:
+            return None
+        start = prompts[0].num_computed if prompts else 0
+        return self.costs.prompt_tokens(decodes, joining, start, self._scheduler.token_budget)
+
+    def _lookup(self, seq: Sequence) -> Hit:
+        length, idle = self._pool.peek(self._roster.live[seq.key].cacheable)
+        return Hit(length * BLOCK_TOKENS, idle, self._parking.num_tokens(seq.key))
+
+    def _reclaimable(self, seq: Sequence) -> int:
+        return self._pool.num_reclaimable(seq.blocks)
+
+    def _preempt(self, decision: Decision) -> None:
+        for key in decision.preempt:
+            live = self._roster.live[key]
+            self._park(live.seq)
+            self._pool.free(live.seq.blocks)
+            self._roster.wait(live)
+            live.seq.num_preempted += 1
+            self._counts["preempted"] += 1
+
+    def _park(self, seq: Sequence) -> None:
+        """Keep a copy of what is lost by preemption, if copying is quicker than computing it again."""
+        num_blocks = num_blocks_for(seq.num_computed)
+        again_s = self.costs.prefill_s(seq.num_computed, self._scheduler.max_chunk)
+        if again_s is None or not self._parking.can_park(num_blocks) or self._parking.seconds(num_blocks) >= again_s:
+            self._counts["preempted_recompute"] += 1
+            return
+        nbytes = self._parking.park(seq.key, self._pool.view(), seq.blocks[:num_blocks], seq.num_computed)
+        self._counts["preempted_parked"] += 1
+        self._counts["parked_bytes"] += nbytes
+
+    def _allocate(self, decision: Decision) -> None:
+        # Hits are pinned before anything is allocated, or an allocation could evict them.
+        for key, hit in decision.admit:
+            live = self._roster.live[key]
+            seq = live.seq
+            seq.blocks = self._pool.match(live.cacheable)
+            assert len(seq.blocks) * BLOCK_TOKENS == hit.num_tokens, "the device tier changed during planning"
+            seq.num_computed = hit.num_ready
+            seq.num_hashed = len(seq.blocks)
+            if seq.num_preempted == 0:
+                seq.num_cached = hit.num_tokens
+                self._counts["prompt_tokens"] += len(seq.prompt_ids)
+                self._counts["cached_tokens"] += hit.num_tokens
+            self._roster.start(live)
+        for seq, _, num_blocks in decision.grants:
+            if num_blocks:
+                seq.blocks += self._pool.allocate(num_blocks)
+        for key, hit in decision.admit:
+            if hit.num_parked > hit.num_tokens:
+                seq = self._roster.live[key].seq
+                self._parking.restore(key, self._pool.view(), seq.blocks, hit.num_tokens // BLOCK_TOKENS)
+            else:
+                self._parking.drop(key)
