@@ -34,6 +34,11 @@ def product_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if interpreted() else _TYPES[dtype]
 
 
+def has_rows(x: torch.Tensor) -> bool:
+    """Tell whether the elements of the last axis lie side by side."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1 or x.numel() == 0
+
+
 def check(condition: bool, message: str) -> None:
     """Refuse what a kernel would read or write wrongly.
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.reference import BLOCK_TOKENS
-from kernels.launch import check, product_type
+from kernels.launch import check, has_rows, product_type
 
 TILE_ROWS = 64
 TILE_KEYS = 64
@@ -115,7 +115,7 @@ def layer_arguments(q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor) -
     check(pool.dtype == q.dtype, f"the pool holds {pool.dtype}, the queries {q.dtype}")
     check(pool.dim() == 5 and pool.shape[1:3] == (2, BLOCK_TOKENS), "the pool is [blocks, 2, 16, kv_heads, head_dim]")
     check(pool.shape[4] == dim and heads % pool.shape[3] == 0, "query heads are a multiple of the pool's heads")
-    check(q.stride(2) == pool.stride(4) == tables.stride(1) == 1, "last axes are contiguous")
+    check(has_rows(q) and has_rows(pool) and has_rows(tables), "last axes are contiguous")
     group = heads // pool.shape[3]
     return {
         "q_stride": q.stride(0),

@@ -49,9 +49,10 @@ def quantize_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         q int32 `[rows, groups, 32]` and scale float32 `[rows, groups]`; halves go to the even neighbour.
     """
-    groups = x.float().view(len(x), -1, GROUP)
-    limit = float(LIMITS[bits])
+    groups = x.float().view(len(x), x.shape[1] // GROUP, GROUP)
     most = groups.abs().amax(2)
+    # A tensor, because torch divides a plain number by multiplying with the reciprocal, which rounds twice.
+    limit = torch.full_like(most, LIMITS[bits])
     inverse = torch.where(most > 0, limit / most, 0.0)
     return (groups * inverse.unsqueeze(2)).round().int(), most / limit
 

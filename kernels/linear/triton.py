@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import OPTIONS, check, product_type
+from kernels.launch import OPTIONS, check, has_rows, product_type
 from kernels.linear import GROUP, LIMITS, GroupedWeight
 
 _ROWS, _OUTPUTS, _INPUTS = 32, 64, 64
@@ -125,7 +125,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, min_rows: int = 1) -> torch.Te
         ValueError: types differ, or a last axis is strided.
     """
     check(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}")
-    check(x.stride(1) == weight.stride(1) == 1 and x.shape[1] == weight.shape[1], "x is [rows, in], weight [out, in]")
+    check(has_rows(x) and has_rows(weight) and x.shape[1] == weight.shape[1], "x is [rows, in], weight [out, in]")
     rows, inputs = x.shape
     outputs = weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -144,7 +144,7 @@ def _check_grouped(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         ValueError: the tensors of the weight do not fit x or one another.
     """
     outputs, inputs = weight.shape
-    check(x.shape[1] == inputs and x.stride(1) == 1, f"x is [rows, {inputs}] with contiguous rows")
+    check(x.shape[1] == inputs and has_rows(x), f"x is [rows, {inputs}] with contiguous rows")
     check(weight.q.shape == (outputs, inputs // 2 if weight.packed else inputs), "q has the shape of the weight")
     check(weight.q.is_contiguous() and weight.scale.is_contiguous(), "q and scale are contiguous")
     check(weight.offset is None or weight.offset.stride() == weight.scale.stride(), "offset lies as scale does")

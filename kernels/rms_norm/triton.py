@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import OPTIONS, check
+from kernels.launch import OPTIONS, check, has_rows
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def rms_norm(
     """
     rows, hidden = x.shape
     check(x.dtype == weight.dtype == torch.float32, f"x and weight are float32, not {x.dtype} and {weight.dtype}")
-    check(x.stride(1) == 1 and (add is None or add.stride(1) == 1), "the last axis of x and add is contiguous")
+    check(has_rows(x) and (add is None or has_rows(add)), "the last axis of x and add is contiguous")
     check(add is None or add.shape == x.shape, "add has the shape of x")
     out = torch.empty(rows, hidden, dtype=dtype, device=x.device)
     if rows:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import OPTIONS, check
+from kernels.launch import OPTIONS, check, has_rows
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def rope(x: torch.Tensor, turns: torch.Tensor, pairing: str = "interleaved") -> 
     """
     check(pairing in ("interleaved", "halves"), f"pairing {pairing!r} is neither 'interleaved' nor 'halves'")
     tokens, heads, dim = x.shape
-    check(dim % 2 == 0 and x.stride(2) == 1, "head_dim is even and contiguous")
+    check(dim % 2 == 0 and has_rows(x), "head_dim is even and contiguous")
     check(turns.shape == (tokens, 1, dim // 2) and turns.is_contiguous(), "one contiguous row of turns per token")
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     if tokens:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import OPTIONS, check
+from kernels.launch import OPTIONS, check, has_rows
 
 _WIDTH = 1024
 
@@ -31,7 +31,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
         ValueError: the last axis is strided or odd.
     """
     rows, both = x.shape
-    check(both % 2 == 0 and x.stride(1) == 1, "x holds gate and up side by side in contiguous rows")
+    check(both % 2 == 0 and has_rows(x), "x holds gate and up side by side in contiguous rows")
     ffn = both // 2
     out = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
     if rows:
