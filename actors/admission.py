@@ -22,6 +22,7 @@ from schemas import subjects
 from schemas.errors import HeadraceError, Overloaded, TooLarge, Unavailable
 from schemas.items import ACKS, frame, parse_acks
 from schemas.openai import ParsedRequest, parse_request
+from schemas.openai_sampling import chosen_ids
 from schemas.record import Fence, Record, ReplyTo
 from schemas.subjects import Ref
 
@@ -163,6 +164,11 @@ class AdmissionActor(Actor):
             body["messages"] = list(parsed.messages)
         else:
             body["prompt"] = list(parsed.prompts)
+        named = chosen_ids(parsed.sampling)
+        if named:
+            body["named_ids"] = named  # the tokenizer knows the vocabulary
+        if parsed.sampling.min_tokens:
+            body["min_tokens"] = parsed.sampling.min_tokens
         self._perform(
             self._table.admit(
                 record,

@@ -78,7 +78,7 @@ class Session:
     ) -> Session:
         """Start with nothing received."""
         sampling = msg.record.sampling
-        rules = TextRules(tuple(sampling.stop), sampling.max_tokens, sampling.ignore_eos, eos_ids)
+        rules = TextRules(tuple(sampling.stop), sampling.max_tokens, sampling.ignore_eos, eos_ids, sampling.min_tokens)
         choices = [Choice(ChoiceText(rules, token_bytes)) for _ in range(msg.record.num_choices)]
         return cls(
             record=msg.record,

@@ -16,12 +16,13 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What one request asks of its text."""
+    """What one request asks of its text; stop strings are not looked for in its first `min_tokens` tokens."""
 
     stop: tuple[str, ...]
     max_tokens: int
     ignore_eos: bool
     eos_ids: frozenset[int]
+    min_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class ChoiceText:
         return text
 
     def _take(self, fresh: str) -> str:
-        if not self.rules.stop:
+        if not self.rules.stop or len(self.ids) <= self.rules.min_tokens:
             return fresh
         if not fresh:
             return ""

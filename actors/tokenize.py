@@ -11,6 +11,7 @@ from runtime.actor import Actor, Context
 from schemas import messages as m
 from schemas.errors import BadRequest, HeadraceError, InternalError, TooLarge
 from schemas.openai import check_context
+from schemas.openai_sampling import check_ids
 from schemas.subjects import Ref
 
 MAX_QUEUED = 1024
@@ -118,9 +119,11 @@ def encode(encoder: Encoder, msg: m.Tokenize) -> list[list[int]]:
     """Return a request's prompts as ids.
 
     Raises:
-        BadRequest: if the template refuses the messages, a prompt is empty, or an id is out of range.
+        BadRequest: if the template refuses the messages, a prompt is empty, an id is out of range, or no `min_tokens`
+            are left to answer.
         ContextTooLong: if a prompt, or with `max_tokens`, does not fit.
     """
+    check_ids(msg.body.get("named_ids", {}), encoder.vocab_size)
     if msg.api == "chat":
         prompts = [encoder.chat_ids(msg.body["messages"], created=msg.body.get("created"))]
     else:
@@ -129,7 +132,9 @@ def encode(encoder: Encoder, msg: m.Tokenize) -> list[list[int]]:
         if not ids:
             raise BadRequest(f"prompt {number} is empty", param="prompt")
         if msg.limit:
-            check_context(len(ids), msg.max_tokens, msg.limit)
+            left = check_context(len(ids), msg.max_tokens, msg.limit)
+            if msg.body.get("min_tokens", 0) > left:
+                raise BadRequest(f"min_tokens asks for more than the {left} tokens that are left", param="min_tokens")
     return prompts
 
 
@@ -149,5 +154,3 @@ def _raw(encoder: Encoder, prompt: str | list[int]) -> list[int]:
         if not 0 <= token_id < encoder.vocab_size:
             raise BadRequest(f"token id {token_id} is outside the vocabulary of {encoder.vocab_size}", param="prompt")
     return list(prompt)
-
-

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from schemas.errors import BadRequest, ContextTooLong, ModelNotFound
-from schemas.openai_fields import read_bool, read_int, read_number, read_object, read_string, wrong_type
-from schemas.openai_input import PromptsForm, parse_messages, parse_prompts, parse_stop
+from schemas.openai_fields import read_bool, read_int, read_object, read_string, wrong_type
+from schemas.openai_input import PromptsForm, parse_messages, parse_prompts
 from schemas.openai_json import INT64_MAX, INT64_MIN, check_sendable, load_json
+from schemas.openai_sampling import MAX_MAX_TOKENS, parse_sampling
 from schemas.record import Sampling
 
 Api = Literal["chat", "completion"]
@@ -22,23 +23,19 @@ RequestClass = Literal["interactive", "agent", "batch"]
 CLASSES: tuple[RequestClass, ...] = ("interactive", "agent", "batch")
 MAX_N = 64
 MAX_CHOICES = 1024
-MAX_MAX_TOKENS = 2**31 - 1
 MAX_DEADLINE_MS = 86_400_000
 
 ACCEPTED = frozenset(
     {
         "model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens",
-        "max_completion_tokens", "n", "ignore_eos", "deadline_ms", "class", "user", "metadata",
+        "max_completion_tokens", "n", "ignore_eos", "deadline_ms", "class", "user", "metadata", "presence_penalty",
+        "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens",
     }
 )  # fmt: skip
 INPUT: dict[str, str] = {"chat": "messages", "completion": "prompt"}
 
 # Known parameters that are not implemented, with the values that mean "off" (null always does).
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (),
     "prompt_logprobs": (),
@@ -58,12 +55,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": (),
     "best_of": (1,),
-    "min_tokens": (0,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "bad_words": ([],),
-    "allowed_token_ids": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
@@ -122,7 +117,7 @@ def parse_request(
         api: `chat` or `completion`.
         body: the decoded JSON or msgpack object.
         models: names that are served; absent: any name passes.
-        vocab_size: bound for token ids in a prompt; absent: not checked here.
+        vocab_size: bound for token ids; absent: not checked here.
 
     Raises:
         BadRequest: if anything is wrong; `param` names the field.
@@ -139,16 +134,7 @@ def parse_request(
     max_tokens = _max_tokens(body)
     seed = read_int(body, "seed", INT64_MIN, INT64_MAX)
     n = read_int(body, "n", 1, MAX_N) or 1
-    sampling = Sampling(
-        temperature=read_number(body, "temperature", 1.0, 0.0, 2.0),
-        top_p=read_number(body, "top_p", 1.0, 0.0, 1.0, open_low=True),
-        top_k=_top_k(body),
-        min_p=read_number(body, "min_p", 0.0, 0.0, 1.0),
-        seed=seed or 0,
-        max_tokens=max_tokens or Sampling.model_fields["max_tokens"].default,
-        ignore_eos=read_bool(body, "ignore_eos", False),
-        stop=parse_stop(body),
-    )
+    sampling = parse_sampling(body, max_tokens, seed, vocab_size)
     read_string(body, "user")
     read_object(body, "metadata")
     deadline_ms = read_int(body, "deadline_ms", 1, MAX_DEADLINE_MS)
@@ -297,13 +283,6 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
             "max_tokens and max_completion_tokens say different things; give one of them", param="max_completion_tokens"
         )
     return new if new is not None else old
-
-
-def _top_k(body: Mapping[str, Any]) -> int:
-    top_k = read_int(body, "top_k", -1, MAX_MAX_TOKENS)
-    if top_k == 0:
-        raise BadRequest("top_k must be -1 (off) or at least 1, got 0", param="top_k")
-    return -1 if top_k is None else top_k
 
 
 __all__ = [

@@ -108,9 +108,7 @@ def test_a_stop_string_cuts_the_text_wherever_token_borders_lie(text: str, stops
         assert run.num_tokens <= len(pieces) + (0 if stopped else 1)
 
 
-@pytest.mark.parametrize(
-    "stops", [["wo th"], ["four"], ["o t"], ["tw", "two"], ["three", "thr"], [*"zxq", "e tw"]]
-)
+@pytest.mark.parametrize("stops", [["wo th"], ["four"], ["o t"], ["tw", "two"], ["three", "thr"], [*"zxq", "e tw"]])
 def test_no_character_of_a_stop_string_is_ever_in_a_delta(stops: list[str]) -> None:
     """A counting text, cut into pieces of each size: what was released before the match is the text before it."""
     text = "one two three four"
@@ -271,3 +269,14 @@ def test_the_live_prefix_is_the_longest_tail_that_may_become_a_stop(text: str, s
 def test_a_stop_string_may_begin_in_text_that_was_searched_before() -> None:
     """Only what is complete there was excluded."""
     assert first_stop("one two", 5, ("e two",)) == 2
+
+
+def test_stop_strings_in_the_first_tokens_do_not_count_below_min_tokens() -> None:
+    """Neither one that is complete there nor one that begins there; the next one ends the text."""
+    pieces = Pieces([b"a|", b"b", b"|", b"|c", b"d|e"])
+    choice = ChoiceText(TextRules(("|", "b|"), 100, False, frozenset({EOS}), min_tokens=3), pieces.bytes_of)
+
+    deltas = [choice.push(token) for token in pieces.ids[:4]]
+
+    assert deltas == ["a|", "b", "|", ""]
+    assert choice.finish_reason == "stop"

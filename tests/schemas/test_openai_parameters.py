@@ -44,7 +44,6 @@ def refused(**extra: Any) -> HeadraceError:
         *[("class", v) for v in ("urgent", "", 1)],
         *[("user", v) for v in (1, ["a"])],
         *[("metadata", v) for v in ("a", [1])],
-        *[("presence_penalty", v) for v in (3, 0.5, False, "0")],
         *[("top_logprobs", v) for v in (0, 5, 21)],
         *[("logprobs", v) for v in (True, 0, 5)],
         *[("tools", v) for v in ([], [{"type": "function"}], {})],
@@ -54,9 +53,7 @@ def refused(**extra: Any) -> HeadraceError:
         ("echo", True),
         ("suffix", ""),
         ("best_of", 2),
-        ("min_tokens", 1),
         ("skip_special_tokens", False),
-        ("allowed_token_ids", []),
         ("prompt_cache_key", "k"),
     ],
 )
