@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,8 +99,15 @@ class ModelConfig:
         config.check(file.path, {name: tensor.shape for name, tensor in file.tensors.items()})
         return config
 
-    def check(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(
+        self, path: Path, shapes: Mapping[str, tuple[int, ...]], spelled: Callable[[str], str] = lambda name: name
+    ) -> None:
         """Compare with the shapes of a file's tensors.
+
+        Args:
+            path: the file, for messages.
+            shapes: by our names.
+            spelled: gives the file's own name of a tensor, for messages.
 
         Raises:
             ModelFileError: heads do not divide evenly; a tensor is missing, has another shape, or is one that this
@@ -115,14 +122,14 @@ class ModelConfig:
         wanted = self.tensor_shapes()
         for name, shape in wanted.items():
             if name not in shapes:
-                raise ModelFileError(path, f"tensor {name!r} is missing")
+                raise ModelFileError(path, f"tensor {spelled(name)!r} is missing")
             if shapes[name] != shape:
                 raise ModelFileError(
-                    path, f"tensor {name!r} has the shape {shapes[name]}; the configuration says {shape}"
+                    path, f"tensor {spelled(name)!r} has the shape {shapes[name]}; the configuration says {shape}"
                 )
         for name in shapes.keys() - wanted.keys():
             if name.startswith("blk.") or name.endswith(".bias"):
-                raise ModelFileError(path, f"tensor {name!r:.120} is not one that this architecture uses")
+                raise ModelFileError(path, f"tensor {spelled(name)!r:.120} is not one that this architecture uses")
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that the model needs, in torch's order."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from models.errors import ModelFileError
 
-MAX_JSON_NBYTES = 256 << 20
+MAX_SIDE_NBYTES = 256 << 20
 
 
 class Fields:
@@ -91,14 +91,23 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelFileError: it cannot be read, is larger than 256 MiB, or is no JSON object.
     """
+    return parse_json(path, "the file", read_bytes(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the contents of a side file.
+
+    Raises:
+        ModelFileError: it cannot be read, or is larger than 256 MiB.
+    """
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_JSON_NBYTES + 1)
+            if file.seek(0, 2) > MAX_SIDE_NBYTES:
+                raise ModelFileError(path, f"larger than {MAX_SIDE_NBYTES >> 20} MiB")
+            file.seek(0)
+            return file.read()
     except OSError as error:
         raise ModelFileError(path, f"cannot be opened: {error.strerror or error}") from error
-    if len(data) > MAX_JSON_NBYTES:
-        raise ModelFileError(path, f"larger than {MAX_JSON_NBYTES >> 20} MiB")
-    return parse_json(path, "the file", data)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import ModelFileError
-from models.fields import Fields, read_json
+from models.fields import Fields, read_bytes, read_json
 from models.gguf import TensorInfo
 from models.hf_config import read_config
 from models.hf_tokenizer import read_tokenizer
@@ -94,7 +94,7 @@ class HfFolder:
         digest = hashlib.blake2b(digest_size=16)
         for name in _SIDE_FILES:
             file = self.path / name
-            digest.update(file.read_bytes() if file.is_file() else b"")
+            digest.update(read_bytes(file) if file.exists() else b"")
             digest.update(b"\0" + name.encode())
         for shard in self._files:
             shard.update(digest)
@@ -156,7 +156,7 @@ class HfFolder:
         shapes = {name: info.shape for name, (_, info) in self._tensors.items()}
         if self._factors is not None:
             shapes["rope_freqs.weight"] = (len(self._factors),)
-        self.config.check(self.path, shapes)
+        self.config.check(self.path, shapes, _hf_name)
         for file, info in self._tensors.values():
             if info.kind not in FLOAT_KINDS:
                 known = ", ".join(sorted(FLOAT_KINDS))
@@ -186,3 +186,13 @@ def _gguf_name(name: str) -> str | None:
     match = _LAYER.fullmatch(name)
     part = _IN_LAYER.get(match[2]) if match else None
     return f"blk.{match[1]}.{part}.{match[3]}" if match and part else None
+
+
+def _hf_name(name: str) -> str:
+    """Return what Hugging Face folders call a tensor, for messages."""
+    theirs = next((t for t, ours in _GLOBAL.items() if ours == name), None)
+    if theirs is not None or not name.startswith("blk."):
+        return theirs or name
+    _, layer, part, kind = name.split(".")
+    inner = next(t for t, ours in _IN_LAYER.items() if ours == part)
+    return f"model.layers.{layer}.{inner}.{kind}"

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from models.chat import ChatTemplate
 from models.errors import ModelFileError
-from models.fields import MAX_JSON_NBYTES, read_json
+from models.fields import read_bytes, read_json
 from models.text import ModelText
 from models.tokenizer import ModelTokenizer, Vocabulary, shown_bytes
 
@@ -178,10 +178,9 @@ def _template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, Path]
     own = folder / "chat_template.jinja"
     if own.exists():
         try:
-            with own.open("rb") as file:
-                return file.read(MAX_JSON_NBYTES).decode("utf-8"), own
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFileError(own, f"cannot be read: {error}") from error
+            return read_bytes(own).decode("utf-8"), own
+        except UnicodeDecodeError as error:
+            raise ModelFileError(own, "corrupt: the chat template is not UTF-8") from error
     path = folder / "tokenizer_config.json"
     given = settings.get("chat_template")
     if isinstance(given, list):  # several, by name
