@@ -18,8 +18,10 @@ from engine.sequence import Key, Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for, root_hash
 from kvstore.pool import DEFAULT_DIRECTORY, BlockPool
 from schemas.record import Sampling
+from schemas.settings import Settings
 
 STEPS_WITHOUT_PROGRESS = 1000
+BUDGET = int(Settings.model_fields["token_budget"].default)  # as an engine node has it
 
 
 class EngineFailed(Exception):
@@ -81,8 +83,8 @@ class Shape:
     """How an engine batches."""
 
     max_running: int = 64
-    token_budget: int = 256
-    max_chunk: int = 256
+    token_budget: int = BUDGET
+    max_chunk: int = BUDGET
     num_blocks: int = 0  # 0: room for all that can run at once
 
 

@@ -52,7 +52,9 @@ def requests(prompts: Listing[Listing[int]], tokens: int) -> tuple[list[Request]
 
 def _drawn(number: int) -> dict[str, Any]:
     """Return one of several ways to draw, each with a seed of its own."""
-    ways: list[dict[str, Any]] = [{"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.05}, {}]
+    ways: list[dict[str, Any]] = [
+        {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.05}, {}, {"repetition_penalty": 1.1, "presence_penalty": 0.4},
+    ]  # fmt: skip
     return {"temperature": (0.7, 1.0, 0.9)[number % 3], "seed": 7_000 + number, **ways[number % len(ways)]}
 
 

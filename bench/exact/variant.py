@@ -27,7 +27,7 @@ class VariantRunner:
         found = self._inner.logits(plan.rows)
         if not sampling:
             return []
-        logits = np.array(found, np.float32)
+        logits = np.asarray(found, np.float32)
         if len(plan.rows) > 1:
-            logits = np.round(logits * 4) / 4
+            logits = (np.round(logits * 4) / 4).astype(np.float32)
         return choose_ids(sampling, logits, self._inner.eos_ids, sample)

@@ -107,6 +107,8 @@ def test_logits_that_are_not_numbers_are_no_figures() -> None:
 class FixedLogits:
     """A runner whose logits are given."""
 
+    eos_ids: frozenset[int] = frozenset()
+
     def __init__(self, logits: torch.Tensor) -> None:
         self.given = logits
 

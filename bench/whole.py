@@ -1,0 +1,117 @@
+"""What bus and actors cost: the whole system beside its engine alone, the first token's way, and pauses of streams."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import load, servers
+from bench.client import LoadFailed, Timing
+from bench.questions import ROOT, long_text
+from bench.servers import Server, ServerFailed
+from bench.stats import percentile
+from bench.targets import LONG, SHORT, Target
+
+THROUGHPUT, ADDED_TTFT_MS, PAUSE = Target(0.9, True), Target(5.0, False), Target(3.0, False)
+TURNS = 3
+TTFT_REQUESTS = 25
+RUNNING_TOKENS = 160  # of the streams that run while a long prompt comes in
+
+
+def judged(value: float, target: Target) -> dict[str, Any]:
+    """Return a figure with its target."""
+    return {"value": round(value, 4), "target": str(target), "met": target.met(value)}
+
+
+def pause(timings: Sequence[Timing], sent_at: float, first_at: float) -> tuple[float, float]:
+    """Return the longest gap that overlaps the time of a long prompt, and the median gap before it, in seconds.
+
+    Args:
+        timings: of the streams that ran meanwhile.
+        sent_at: when the long prompt was sent.
+        first_at: when its first text came.
+
+    Raises:
+        LoadFailed: if no stream ran during that time, or none before it.
+    """
+    gaps = [(a, b) for t in timings for a, b in zip(t.chunks_at, t.chunks_at[1:], strict=False)]
+    started = max(t.chunks_at[0] for t in timings)
+    before = [b - a for a, b in gaps if a >= started and b <= sent_at]
+    during = [b - a for a, b in gaps if b > sent_at and a < first_at]
+    if not before or not during:
+        raise LoadFailed("the streams did not run while the long prompt came in")
+    return max(during), statistics.median(before)
+
+
+async def admitted(server: Server, streams: int, first: int) -> dict[str, Any]:
+    """Send a long prompt among running streams, and look at their gaps."""
+    running = [
+        asyncio.create_task(load.one(server.base, server.model, long_text(first + i, SHORT), RUNNING_TOKENS))
+        for i in range(streams)
+    ]
+    # When all of them speak, they have been admitted; a tenth of the answers more gives the median.
+    warm = asyncio.create_task(load.one(server.base, server.model, long_text(first + streams, SHORT), 16))
+    await warm
+    sent_at = time.monotonic()
+    long = await load.one(server.base, server.model, long_text(first + streams + 1, LONG), 4)
+    longest, median = pause(await asyncio.gather(*running), sent_at, long.chunks_at[0])
+    return {"longest_ms": round(longest * 1000, 2), "median_ms": round(median * 1000, 2), "over": longest / median}
+
+
+def engine_alone(args: argparse.Namespace, runner: str) -> float:
+    """Return the tokens per second of the same load on the engine alone, in a process of its own.
+
+    Raises:
+        ServerFailed: if that process fails.
+    """
+    threads = max(args.threads)
+    command = [sys.executable, "-m", "bench.engine_child", "--model", str(args.model), "--runner", runner]
+    command += ["--threads", str(threads), "--burst", str(args.streams), "--tokens", str(args.tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise ServerFailed(f"the engine alone: {(done.stdout + done.stderr)[-1500:]}")
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["burst_tokens_per_s"])
+
+
+async def measure(args: argparse.Namespace, runner: str, directory: Path) -> dict[str, Any]:
+    """Measure the three figures.
+
+    Args:
+        args: of `bench.engine`.
+        runner: the engine alone that the system is compared with.
+        directory: for logs.
+
+    Raises:
+        GateFailed: if the system's texts are not the same alone and together.
+    """
+    tokens, streams = args.tokens, args.streams
+    rates, pauses = [], []
+    async with Server(servers.ours(args.model, args.port_base, args.up), directory / "whole.log") as server:
+        gate = [long_text(900 + i, SHORT) for i in range(5)]
+        if differing := await load.differing(server.base, server.model, gate, min(24, tokens)):
+            raise load.GateFailed("the whole system", differing, len(gate))
+        for turn in range(TURNS):
+            prompts = [long_text(1000 * (turn + 1) + i, SHORT) for i in range(streams)]
+            rates.append((await load.measure(server.base, server.model, prompts, streams, tokens)).tokens_per_s)
+        for turn in range(TURNS):
+            pauses.append(await admitted(server, streams, 10_000 * (turn + 1)))
+    alone = engine_alone(args, runner)
+    null = servers.ours(args.model, args.port_base + 5, ["--engine", "null", *args.up])
+    async with Server(null, directory / "null.log") as server:
+        prompts = [long_text(50_000 + i, SHORT) for i in range(TTFT_REQUESTS)]
+        first = [t.ttft_s * 1000 for t in await load.run(server.base, server.model, prompts, 1, 4)]
+    rate, over = statistics.median(rates), statistics.median(p["over"] for p in pauses)
+    return {
+        "streams": streams, "whole_tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(alone, 1),
+        "throughput_over_engine": judged(rate / alone, THROUGHPUT),
+        "added_ttft_p50_ms": judged(percentile(first, 0.5), ADDED_TTFT_MS),
+        "pause_over_median_itl": judged(over, PAUSE), "pauses": pauses,
+    }  # fmt: skip
