@@ -6,7 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from engine.plan import BatchPlan, Sampled
+from engine.plan import BatchPlan, Row, Sampled, accept
+
+
+def num_prompt_tokens(row: Row) -> int:
+    """Return how many tokens of a row count as a prompt's for its pace: all, if they are more than one and no guesses.
+
+    A guess costs nothing here: what it costs on a real engine depends on the batch.
+    """
+    return len(row.ids) if len(row.ids) - len(row.draft) > 1 else 0
 
 
 def idle(seconds: float) -> None:
@@ -60,19 +68,22 @@ class NullRunner:
 
     def execute(self, plan: BatchPlan) -> list[Sampled]:
         """Let the step's time pass, then return made-up ids."""
-        ids, size = self._ids, len(self._ids)
-        out = [
-            Sampled(row.key, choice, row.index, ids[(row.index * 7 + choice * 31 + row.prompt_len) % size])
-            for row in plan.rows
-            if row.sample
-            for choice in row.choices
-        ]
+        out: list[Sampled] = []
+        for row in plan.rows:
+            if row.draft:
+                out += accept(row, (self._one(row, row.choices[0], row.index + at) for at in range(row.num_wanted)))
+            elif row.sample:
+                out += [self._one(row, choice, row.index) for choice in row.choices]
         pause = self.decode_s
         if self.prefill_s_per_token:
-            pause += self.prefill_s_per_token * sum(len(row.ids) for row in plan.rows if len(row.ids) > 1)
+            pause += self.prefill_s_per_token * sum(num_prompt_tokens(row) for row in plan.rows)
         if pause > 0:
             self._sleep(pause)
         return out
+
+    def _one(self, row: Row, choice: int, index: int) -> Sampled:
+        at = (index * 7 + choice * 31 + row.prompt_len) % len(self._ids)
+        return Sampled(row.key, choice, index, self._ids[at])
 
     def warm_up(self) -> None:
         """Nothing is cold."""

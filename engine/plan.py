@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.sequence import Key
@@ -18,6 +19,16 @@ class Row:
     choice in `choices` (more than one only for a hand-off prompt shared by several choices).
     `start` of the first output token of a sequence is `prompt_len`; positions at or past it that a recovery computes
     again must give the same bits as when they were decoded one by one.
+
+    **Speculation.** With a `draft` of k guessed ids (only with `sample`, one choice, no hand-off) the last k of `ids`
+    are the draft: `ids = [..., t, d1, ..., dk]`, where `t` is the sequence's last id; `blocks` have room for all, and
+    `context` ends with `t`: it holds no guess. The runner computes KV and logits at all positions and takes k + 1
+    samples: sample j, of 0 to k, from the logits at the position of dj (of `t` for j = 0), for output index
+    `index + j`, with the random numbers of that index, and with `context + draft[:j]` where penalties look at ids. It
+    returns, in order, sample 0, and each sample j of which all earlier ones were guessed right (sample i has the id
+    `draft[i]` for all i < j): between 1 and k + 1 `Sampled` with consecutive indices; see `accept`. So every id
+    returned is what a run without speculation gives at that index. KV at positions of wrong guesses is garbage that
+    nobody reads; a later step writes it again.
     """
 
     key: Key
@@ -30,6 +41,12 @@ class Row:
     choices: tuple[int, ...]
     sampling: Sampling
     context: list[int]  # all ids so far (for penalties, scripts)
+    draft: list[int] = field(default_factory=list)  # the last of `ids`, if guessed
+
+    @property
+    def num_wanted(self) -> int:
+        """Of how many of the last positions logits are wanted."""
+        return 1 + len(self.draft) if self.sample else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,23 @@ class Sampled:
     id: int
     logprob: float | None = None
     error: str | None = None
+
+
+def accept(row: Row, samples: Iterable[Sampled]) -> list[Sampled]:
+    """Return the samples of a row that count: up to the first that is not as drafted, or has an error.
+
+    Args:
+        row: with or without a draft.
+        samples: in order of index, one per wanted position; of a row without draft one per choice. Taken lazily.
+    """
+    if not row.draft:
+        return list(samples)
+    out: list[Sampled] = []
+    for at, one in enumerate(samples):
+        out.append(one)
+        if one.error is not None or at >= len(row.draft) or one.id != row.draft[at]:
+            break
+    return out
 
 
 class Runner(Protocol):

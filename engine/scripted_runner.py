@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.null_runner import idle
-from engine.plan import BatchPlan, Row, Sampled
+from engine.null_runner import idle, num_prompt_tokens
+from engine.plan import BatchPlan, Row, Sampled, accept
 from kvstore.block import BLOCK_TOKENS
 from schemas.record import Sampling
 
@@ -48,6 +48,14 @@ class _Memory:
             self.crc = zlib.crc32(token.to_bytes(4, "little"), self.crc)
             self.expected += _ENTRY.pack(token, position, self.crc)
         self.length = max(self.length, end)
+
+    def guessed(self, draft: list[int]) -> bytes:
+        """Return what positions behind the known ids hold when these guesses are written there."""
+        out, crc = bytearray(), self.crc
+        for position, token in enumerate(draft, self.length):
+            crc = zlib.crc32(token.to_bytes(4, "little"), crc)
+            out += _ENTRY.pack(token, position, crc)
+        return bytes(out)
 
 
 class ScriptedRunner:
@@ -109,7 +117,7 @@ class ScriptedRunner:
             out += self._row(row, plan.step)
         pause = self.pace_s
         if self.prefill_pace_s_per_token:
-            pause += self.prefill_pace_s_per_token * sum(len(row.ids) for row in plan.rows if len(row.ids) > 1)
+            pause += self.prefill_pace_s_per_token * sum(num_prompt_tokens(row) for row in plan.rows)
         if pause > 0:
             self._sleep(pause)
         return out
@@ -127,22 +135,32 @@ class ScriptedRunner:
     def _row(self, row: Row, step: int) -> list[Sampled]:
         memory = self._memory(row)
         end = row.start + len(row.ids)
-        memory.extend(end)
+        known = end - len(row.draft)
+        memory.extend(known)
         problem = self._verify(row, memory, step)
-        if problem is None and row.ids != row.context[row.start : end]:
+        if problem is None and row.ids != row.context[row.start : known] + row.draft:
             problem = f"ids at {row.start} are not the sequence's"
+        if problem is None and row.draft and not (row.sample and known == memory.length == len(row.context)):
+            problem = f"a draft at {known} does not follow the sequence's last id"
         if problem is None and len(row.blocks) * BLOCK_TOKENS < end:
             problem = f"{len(row.blocks)} blocks do not hold {end} tokens"
         if problem is not None:
             return [Sampled(row.key, row.choices[0], row.index, -1, error=problem)]
-        self._write(row, memory, end)
+        self._write(row, row.start, memory.expected[row.start * _ENTRY.size : known * _ENTRY.size])
+        self._write(row, known, memory.guessed(row.draft))
         if not row.sample:
             return []
+        draws = [(choice, row.index) for choice in row.choices]
+        if row.draft:
+            draws = [(row.choices[0], row.index + at) for at in range(row.num_wanted)]
         try:
-            return [
-                Sampled(row.key, choice, row.index, self._script(memory.prompt, choice, row.index, row.sampling))
-                for choice in row.choices
-            ]
+            return accept(
+                row,
+                (
+                    Sampled(row.key, choice, index, self._script(memory.prompt, choice, index, row.sampling))
+                    for choice, index in draws
+                ),
+            )
         except Exception as exc:  # a script's fault is this row's alone
             return [Sampled(row.key, row.choices[0], row.index, -1, error=f"script: {exc!r}")]
 
@@ -174,15 +192,16 @@ class ScriptedRunner:
                 return f"block {row.blocks[index]} does not hold positions {index * BLOCK_TOKENS} and following"
         return None
 
-    def _write(self, row: Row, memory: _Memory, end: int) -> None:
-        pool, size = self._bound(), self.block_nbytes
-        position = row.start
+    def _write(self, row: Row, position: int, data: bytes | bytearray) -> None:
+        """Write entries from a position on."""
+        pool, size, first = self._bound(), self.block_nbytes, position
+        end = position + len(data) // _ENTRY.size
         while position < end:
             index, offset = divmod(position, BLOCK_TOKENS)
             stop = min(end, (index + 1) * BLOCK_TOKENS)
             at = row.blocks[index] * size + offset * _ENTRY.size
-            data = memory.expected[position * _ENTRY.size : stop * _ENTRY.size]
-            pool[at : at + len(data)] = data
+            part = data[(position - first) * _ENTRY.size : (stop - first) * _ENTRY.size]
+            pool[at : at + len(part)] = part
             position = stop
 
     def _bound(self) -> memoryview:

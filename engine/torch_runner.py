@@ -71,13 +71,13 @@ class TorchRunner:
 
     @torch.inference_mode()
     def logits(self, rows: list[Row]) -> torch.Tensor:
-        """Compute rows, write their KV, and return float32 logits `[rows with sample, vocab]`."""
+        """Compute rows, write their KV, and return float32 logits `[sum of num_wanted, vocab]`."""
         assert self._lines is not None, "bind a pool first"
-        return self._model.forward(rows, self._lines, [i for i, row in enumerate(rows) if row.sample])
+        return self._model.forward(rows, self._lines, [row.num_wanted for row in rows])
 
     @torch.inference_mode()
     def execute(self, plan: BatchPlan) -> list[Sampled]:
-        """Compute one step; returns one `Sampled` per choice of each row with `sample`, in the order of rows."""
+        """Compute one step; returns what `Row` asks for, in the order of rows."""
         if not plan.rows:
             return []
         logits = self.logits(plan.rows)

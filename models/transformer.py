@@ -93,16 +93,17 @@ class Transformer:
         Args:
             runs: at most one per sequence.
             lines: the pool as `[num_blocks · layers · 2 · 16, kv_width]`.
-            wanted: numbers of the runs whose last token's logits are asked for.
+            wanted: for each run, of how many of its last tokens logits are asked for.
 
         Returns:
-            float32 `[len(wanted), vocab]`.
+            float32 `[sum(wanted), vocab]`.
         """
-        last, end = [], 0
-        for run in runs:
+        places: list[int] = []
+        end = 0
+        for run, count in zip(runs, wanted, strict=True):
             end += len(run.ids)
-            last.append(end - 1)
-        x = self._hidden(runs, lines)[[last[i] for i in wanted]]
+            places += range(end - count, end)
+        x = self._hidden(runs, lines)[places]
         return self.logits(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
