@@ -108,7 +108,9 @@ def test_a_stop_string_cuts_the_text_wherever_token_borders_lie(text: str, stops
         assert run.num_tokens <= len(pieces) + (0 if stopped else 1)
 
 
-@pytest.mark.parametrize("stops", [["wo th"], ["four"], ["o t"], ["tw", "two"], ["three", "thr"], [*"zxq", "e tw"]])
+@pytest.mark.parametrize(
+    "stops", [["wo th"], ["four"], ["o t"], ["tw", "two"], ["three", "thr"], [*"zxq", "e tw"]]
+)
 def test_no_character_of_a_stop_string_is_ever_in_a_delta(stops: list[str]) -> None:
     """A counting text, cut into pieces of each size: what was released before the match is the text before it."""
     text = "one two three four"

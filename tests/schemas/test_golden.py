@@ -65,12 +65,18 @@ RECORD = Record(
 PENALIZED = RECORD.model_copy(
     update={
         "sampling": Sampling(
-            temperature=0.5, seed=7, max_tokens=32, presence_penalty=0.5, frequency_penalty=-0.25,
-            repetition_penalty=1.25, logit_bias={504: -100.0, 70000: 1.5}, allowed_token_ids=[5, 504, 70000],
+            temperature=0.5,
+            seed=7,
+            max_tokens=32,
+            presence_penalty=0.5,
+            frequency_penalty=-0.25,
+            repetition_penalty=1.25,
+            logit_bias={504: -100.0, 70000: 1.5},
+            allowed_token_ids=[5, 504, 70000],
             min_tokens=3,
         )
     }
-)  # fmt: skip
+)
 HEAD: dict[str, Any] = {"request_id": "5f0c", "fence": FENCE, "deadline": DEADLINE, "traceparent": TRACE}
 POOL = m.PoolHandle(
     kind="shm", path="/dev/shm/headrace-default-decode-0", nbytes=4096, block_nbytes=256, layout="scripted-1",
@@ -81,17 +87,9 @@ H1, H2 = bytes(range(32)), bytes(range(32, 64))
 
 EXAMPLES: list[m.Message] = [
     m.Submit(
-        request_id="5f0c",
-        api="chat",
-        body={"model": "tiny", "messages": [{"role": "user", "content": "Hi \u010f"}]},
-        reply=RECORD.reply,
-        deadline=DEADLINE,
-        accept_by=1767225002.0,
-        term=1,
-        edge_epoch=EDGE.epoch,
-        seed=7,
-        created=1767225000,
-        outputs=[[5, 6], []],
+        request_id="5f0c", api="chat", body={"model": "tiny", "messages": [{"role": "user", "content": "Hi \u010f"}]},
+        reply=RECORD.reply, deadline=DEADLINE, accept_by=1767225002.0, term=1, edge_epoch=EDGE.epoch, seed=7,
+        created=1767225000, outputs=[[5, 6], []],
     ),  # fmt: skip
     m.SubmitCancel(request_id="5f0c", reason="cancel"),
     m.CancelAck(request_id="5f0c"),
@@ -101,15 +99,8 @@ EXAMPLES: list[m.Message] = [
     m.Opened(**HEAD),
     m.FenceIds(**HEAD),
     m.FencedIds(**HEAD, known=True, outputs=[[5, 6], [7]], finished=[1], ended=False),
-    m.Finished(
-        **HEAD,
-        prompt_tokens=3,
-        completion_tokens=9,
-        cached_tokens=0,
-        finish_reasons=["stop", "length"],
-        first_item_at=12.5,
-        ended_at=1767225003.25,
-    ),  # fmt: skip
+    m.Finished(**HEAD, prompt_tokens=3, completion_tokens=9, cached_tokens=0, finish_reasons=["stop", "length"],
+               first_item_at=12.5, ended_at=1767225003.25),  # fmt: skip
     m.FinishedAck(**HEAD),
     m.Stalled(**HEAD, next=[4, 5]),
     m.Dispatch(**HEAD, record=RECORD, detokenize=DETOK, decode=DECODE, outputs=[[5], []], finished=[0], reply=OWNER),
@@ -119,33 +110,12 @@ EXAMPLES: list[m.Message] = [
     m.Redirected(**HEAD, known=False),
     m.Close(**HEAD, reason="fenced", error=ERROR, reply=OWNER),
     m.Closed(**HEAD),
-    m.Reserve(
-        **HEAD,
-        record=RECORD,
-        part=0,
-        parts=1,
-        num_tokens=3,
-        choices=[0, 1],
-        outputs=[[], []],
-        detokenize=DETOK,
-        source=PREFILL,
-    ),  # fmt: skip
+    m.Reserve(**HEAD, record=RECORD, part=0, parts=1, num_tokens=3, choices=[0, 1], outputs=[[], []], detokenize=DETOK,
+              source=PREFILL),  # fmt: skip
     m.Reserved(**HEAD, part=0, pool=POOL, blocks=BLOCKS),
-    m.TransferJob(
-        **HEAD,
-        job="5f0c.0.1.2",
-        part=0,
-        source=PREFILL,
-        dest=DECODE,
-        source_pool=POOL,
-        dest_pool=POOL,
-        source_blocks=BLOCKS,
-        dest_blocks=BLOCKS,
-        first=[[9, None], [10, None]],
-        expected=[1, 2**63],
-        num_tokens=3,
-        cached_tokens=0,
-    ),  # fmt: skip
+    m.TransferJob(**HEAD, job="5f0c.0.1.2", part=0, source=PREFILL, dest=DECODE, source_pool=POOL, dest_pool=POOL,
+                  source_blocks=BLOCKS, dest_blocks=BLOCKS, first=[[9, None], [10, None]], expected=[1, 2**63],
+                  num_tokens=3, cached_tokens=0),  # fmt: skip
     m.TransferAbort(**HEAD, job="5f0c.0.1.2"),
     m.TransferDone(**HEAD, job="5f0c.0.1.2", part=0, checksums=[1, 2**63], nbytes=512, elapsed_s=0.5),
     m.Transferred(**HEAD, job="5f0c.0.1.2", part=0, source=PREFILL, first=[[9, None], [10, None]], num_tokens=3),
@@ -156,16 +126,8 @@ EXAMPLES: list[m.Message] = [
     m.KvReserve(ticket="w.1", hashes=[H1], parents=[H2], pool=POOL, reply=PREFILL),
     m.KvReserved(ticket="w.1", pool=POOL, positions=[0], blocks=BLOCKS[:1]),
     m.KvCommit(ticket="w.1", ok=False, checksums=[7]),
-    m.Heartbeat(
-        ref=DECODE,
-        node="decode-0",
-        host="host-a",
-        pid=4711,
-        seq=12,
-        sent_at=1767225000.25,
-        state="ready",
-        load={"running": 3, "free_blocks": 500},
-    ),  # fmt: skip
+    m.Heartbeat(ref=DECODE, node="decode-0", host="host-a", pid=4711, seq=12, sent_at=1767225000.25, state="ready",
+                load={"running": 3, "free_blocks": 500}),  # fmt: skip
     m.ExitNotice(node="decode-0", pid=4711, code=-9, refs=[DECODE]),
     m.Drain(target="decode-0"),
     m.MetricsQuery(ticket="q1", reply=EDGE),
@@ -178,16 +140,11 @@ ITEM_BATCHES = [
 ]
 ACK_LIST = [Ack("5f0c", FENCE, "ok", [5, -1], 64), Ack("77aa", Fence(0, "o", 0), "done", [], 0)]
 FRAME_LIST = [
-    frame(
-        "5f0c",
-        FENCE,
-        accepted={"id": "5f0c", "seed": 7, "created": 1767225000, "deadline": DEADLINE, "owner": OWNER.wire()},
-    ),  # fmt: skip
+    frame("5f0c", FENCE, accepted={"id": "5f0c", "seed": 7, "created": 1767225000, "deadline": DEADLINE,
+                                   "owner": OWNER.wire()}),  # fmt: skip
     frame("5f0c", FENCE, items=[TextItem(0, 4, 504, " \u010f", None)]),
     frame(
-        "5f0c",
-        FENCE,
-        finish=[(0, "stop", 5), (1, "length", 32)],
+        "5f0c", FENCE, finish=[(0, "stop", 5), (1, "length", 32)],
         terminal={"usage": {"prompt_tokens": 3, "completion_tokens": 37, "cached_tokens": 16}, "items": [5, 32]},
     ),  # fmt: skip
     frame("5f0c", FENCE, terminal={"usage": {}, "items": [], "error": ERROR}),
