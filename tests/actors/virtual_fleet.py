@@ -22,6 +22,7 @@ from actors.tokenize import TokenizeActor
 from actors.transfer import TransferActor
 from engine.core import EngineCore
 from engine.live import StepResult
+from engine.plan import Runner
 from engine.scripted_runner import Rules, ScriptedRunner
 from headrace.byte_text import ByteText
 from runtime.actor import Actor, Context
@@ -139,9 +140,10 @@ class Stream:
 class Fleet:
     """Nodes named `<kind>-<number>`, with one actor each; a `light` node has three, as in the default layout."""
 
-    def __init__(self, system: MemorySystem, directory: Path) -> None:
+    def __init__(self, system: MemorySystem, directory: Path, make_runner: Callable[[], Runner]) -> None:
         self.system = system
         self.directory = directory
+        self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
         self.streams: dict[str, Stream] = {}
 
@@ -169,7 +171,7 @@ class Fleet:
                 return KvActor(context, directory=self.directory, prefix=PREFIX, num_blocks=64)
             case _:
                 return SteppedEngineActor(
-                    context, role=kind, make_runner=lambda: ScriptedRunner(SCRIPT), directory=self.directory,
+                    context, role=kind, make_runner=self.make_runner, directory=self.directory,
                     prefix=PREFIX, num_blocks=NUM_BLOCKS, token_budget=TOKEN_BUDGET, max_running=16,
                 )  # fmt: skip
 
@@ -314,12 +316,18 @@ LAYOUT = {"admission": 2, "tokenize": 2, "detokenize": 2, "kv": 1, "transfer": 1
 
 
 @asynccontextmanager
-async def fleet(clock: VirtualClock, directory: Path, **layout: int) -> AsyncIterator[Fleet]:
+async def fleet(
+    clock: VirtualClock,
+    directory: Path,
+    *,
+    make_runner: Callable[[], Runner] = lambda: ScriptedRunner(SCRIPT),
+    **layout: int,
+) -> AsyncIterator[Fleet]:
     """Start an instance, two of whatever may be killed; errors in handlers are raised at the end."""
     loop = asyncio.get_running_loop()
     loop.run_in_executor = _at_once  # type: ignore[method-assign, assignment]
     async with MemorySystem(clock=clock) as system:
-        made = Fleet(system, directory)
+        made = Fleet(system, directory, make_runner)
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):
                 made.make(kind, number)
