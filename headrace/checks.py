@@ -14,7 +14,7 @@ from typing import Literal
 
 from headrace import embedded_nats, fetch
 from models.errors import ModelFileError
-from models.gguf import GgufFile
+from models.source import open_model
 from schemas.settings import Settings
 
 GGUF_MAGIC = b"GGUF"
@@ -40,11 +40,23 @@ class Check:
 def check_model_file(path: Path) -> None:
     """Refuse a model that cannot be one before any process loads it.
 
-    Metadata and tensor table are read (a sixth of a second for 49,000 tokens), tensor bytes are not.
+    Metadata and tensor tables are read (a sixth of a second for 49,000 tokens), tensor bytes are not.
 
     Raises:
-        StartError: if the file is absent, not readable, no GGUF file, cut short or corrupt.
+        StartError: if it is absent, not readable, neither a GGUF file nor a Hugging Face folder, cut short, corrupt, or
+            of a kind that is not supported.
     """
+    if not path.is_dir():
+        _check_magic(path)
+    try:
+        with open_model(path) as source:
+            if path.is_dir():
+                source.text()  # the tokenizer lies in files of its own, which nothing has looked at so far
+    except ModelFileError as exc:
+        raise StartError(f"model {exc}") from exc
+
+
+def _check_magic(path: Path) -> None:
     try:
         with path.open("rb") as file:
             head = file.read(8)
@@ -54,10 +66,6 @@ def check_model_file(path: Path) -> None:
         raise StartError(f"model {path} is not a GGUF file: it begins with {head[:4]!r}, not {GGUF_MAGIC!r}")
     if len(head) < 8:
         raise StartError(f"model {path} is cut short after {len(head)} bytes")
-    try:
-        GgufFile(path).close()
-    except ModelFileError as exc:
-        raise StartError(f"model {exc}") from exc
 
 
 def check_port(host: str, port: int, what: str) -> None:
@@ -156,7 +164,7 @@ def _model(settings: Settings) -> Check:
         try:
             check_model_file(Path(settings.model))
         except StartError as exc:
-            return Check("model", "fail", str(exc), "give a GGUF file by --model")
+            return Check("model", "fail", str(exc), "give a GGUF file or a Hugging Face folder by --model")
         return Check("model", "ok", settings.model)
     root = Path(settings.cache).expanduser() if settings.cache else None
     path = fetch.cached_model(root)

@@ -25,7 +25,9 @@ ConfigFile = Annotated[str | None, typer.Option("--config", help="Settings file 
 Instance = Annotated[str | None, typer.Option(help="Name of the instance.")]
 PortBase = Annotated[int | None, typer.Option(help="First of this instance's ports; moves all of them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Model = Annotated[str | None, typer.Option(help="Path of a GGUF file (default: a small model, fetched once).")]
+Model = Annotated[
+    str | None, typer.Option(help="GGUF file or Hugging Face folder (default: a small one, fetched).")
+]
 ModelName = Annotated[str | None, typer.Option("--served-model-name", help="Name that clients use.")]
 Engine = Annotated[str | None, typer.Option(help="torch, scripted[:FILE] or null[:SPEC].")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]

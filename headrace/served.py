@@ -8,7 +8,7 @@ from headrace import fetch
 from headrace.checks import StartError, check_model_file
 from schemas.settings import Settings
 
-QUANT_MARKS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M")
+QUANT_MARKS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")
 
 
 def engine_kind(settings: Settings) -> str:
@@ -25,7 +25,7 @@ def model_path(settings: Settings, progress: fetch.Progress | None = None) -> Pa
     """Return the model file, fetched if it is the default one and not there yet; None if none is needed.
 
     Raises:
-        StartError: if it cannot be read or fetched, or is no GGUF file.
+        StartError: if it cannot be read or fetched, or is no model.
     """
     if not needs_model(settings):
         return None

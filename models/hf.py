@@ -9,16 +9,17 @@ import hashlib
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.errors import ModelFileError
 from models.fields import Fields, read_bytes, read_json
 from models.gguf import TensorInfo
 from models.hf_config import read_config
-from models.hf_tokenizer import read_tokenizer
 from models.safetensors_file import SafetensorsFile
 from models.tensors import FLOAT_KINDS, TensorData
-from models.text import ModelText
+
+if TYPE_CHECKING:
+    from models.text import ModelText
 
 MAX_SHARDS = 1000
 
@@ -106,6 +107,8 @@ class HfFolder:
         Raises:
             ModelFileError: they are missing, corrupt or of a kind that is not supported.
         """
+        from models.hf_tokenizer import read_tokenizer  # engines do without the libraries that it needs
+
         return read_tokenizer(self.path, self.eos_ids)
 
     def close(self) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from models.chat import ChatTemplate
 from models.config import ModelConfig
 from models.errors import ModelFileError
 from models.gguf import GgufFile
-from models.gguf_tokenizer import read_gguf_tokenizer
 from models.hf import HfFolder
 from models.tensors import TensorData
-from models.text import ModelText
+
+if TYPE_CHECKING:
+    from models.text import ModelText
 
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -82,6 +82,11 @@ class GgufSource:
         Raises:
             ModelFileError: they are missing, corrupt or of a kind that is not supported.
         """
+        # Engines never come here, and do without the memory of a template engine and a tokenizer library.
+        from models.chat import ChatTemplate
+        from models.gguf_tokenizer import read_gguf_tokenizer
+        from models.text import ModelText
+
         tokenizer = read_gguf_tokenizer(self._file)
         return ModelText(tokenizer, ChatTemplate.from_gguf(self._file, tokenizer))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.chat import ChatTemplate
+from models.source import open_model
 from models.tokenizer import ModelTokenizer
 
 
@@ -52,7 +53,5 @@ def load_text(path: Path) -> ModelText:
     Raises:
         ModelFileError: the file is corrupt, or its tokenizer or template is not supported.
     """
-    from models.source import open_model  # it hands out `ModelText`
-
     with open_model(path) as source:
         return source.text()

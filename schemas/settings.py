@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
     # What is served
-    model: str = Field("", description="path of a GGUF file; empty: the default model, fetched once")
+    model: str = Field("", description="GGUF file or Hugging Face folder; empty: the default model, fetched once")
     served_model_name: str = Field("", description="name that clients use; empty: taken from the file's name")
     cache: str = Field("", description="where fetched models lie; empty: ~/.cache/headrace/models")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="arithmetic of the engine")

@@ -35,6 +35,16 @@ def _put(data: bytes, at: int, new: bytes) -> bytes:
     return data[:at] + new + data[at + len(new) :]
 
 
+def _extra(data: bytes, key: bytes, kind: int, code: str, *values: float) -> bytes:
+    """Put one metadata value in front; the tensors move by a multiple of the alignment."""
+    count = struct.unpack_from("<Q", data, 16)[0]
+    value = struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + struct.pack("<" + code, *values)
+    filler = b"filler"
+    length = -(len(value) + 8 + len(filler) + 4 + 8) % 32
+    value += struct.pack("<Q", len(filler)) + filler + struct.pack("<IQ", 8, length) + b"f" * length
+    return data[:16] + struct.pack("<Q", count + 2) + value + data[24:]
+
+
 def _dims(data: bytes) -> int:
     return _after(data, b"token_embd.weight")
 
@@ -101,6 +111,11 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
     "duplicate key": lambda d: d.replace(b"ggml.bos_token_id", b"ggml.eos_token_id"),
     "missing key": lambda d: d.replace(b"llama.context_length", b"llama.context_lengty"),
     "eos outside the vocabulary": lambda d: _put(d, _after(d, b"eos_token_id", 4), struct.pack("<I", 9999)),
+    "padding token outside the vocabulary": lambda d: _extra(d, b"tokenizer.ggml.padding_token_id", 4, "I", 264),
+    "negative separator": lambda d: _extra(d, b"tokenizer.ggml.seperator_token_id", 5, "i", -1),
+    "scores shorter than tokens": lambda d: _extra(d, b"tokenizer.ggml.scores", 9, "IQ3f", 6, 3, 0.0, 0.0, 0.0),
+    "nested arrays": lambda d: _extra(d, b"x", 9, "IQ" * 5, *((9, 1) * 5)),
+    "array of 2^40 bytes": lambda d: _extra(d, b"x", 9, "IQ", 0, 1 << 40),
     "0 heads": lambda d: _put(d, _after(d, b"llama.attention.head_count", 4), struct.pack("<I", 0)),
     "shape unlike the metadata": lambda d: _put(d, _after(d, b"llama.feed_forward_length", 4), struct.pack("<I", 128)),
     "another architecture": lambda d: d.replace(b"llama", b"mamba"),
@@ -148,6 +163,20 @@ def test_an_alignment_that_is_no_power_of_two_is_refused(alignment: int, tiny: P
     )
 
     with pytest.raises(ModelFileError, match="alignment"):
+        _open(path)
+
+
+def test_a_file_may_end_with_its_last_tensor_or_with_padding(tiny: Path, tmp_path: Path) -> None:
+    """The format asks for padding after every tensor; files without it after the last one are in use."""
+    data = tiny.read_bytes()
+    with GgufFile(tiny) as file:
+        end = max(t.offset + t.nbytes for t in file.tensors.values())
+        first = min(t.offset for t in file.tensors.values()) - file.data_start
+    path = tmp_path / "m.gguf"
+
+    assert first == 0
+    for valid in (data[:end], data[:end] + bytes(32), _extra(data, b"tokenizer.ggml.padding_token_id", 4, "I", 263)):
+        path.write_bytes(valid)
         _open(path)
 
 
