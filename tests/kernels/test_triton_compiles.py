@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from kernels.linear import triton as linear_triton
 from kernels.prefill_attention.triton import prefill_attention
 from kernels.rms_norm.triton import rms_norm
 from kernels.rope.triton import rope
+from kernels.sampling import Request
+from kernels.sampling.triton import sample
 from kernels.silu_mul.triton import silu_mul
 
 pytestmark = pytest.mark.slow
@@ -99,3 +102,15 @@ def test_attention_compiles_to_one_layout_without_fused_sums(compiled: dict[str,
     assert _layouts(compiled["_prefill"]) == _layouts(compiled["_attend"]) != set()
     for kernel in compiled.values():
         assert "fma.rn" not in kernel.asm["ptx"]
+
+
+def test_sampling_compiles(compiled: dict[str, Any]) -> None:
+    """Edits and draws."""
+    request = Request(presence_penalty=1.0, output_ids=[3], logit_bias={4: 1.0}, top_k=5, top_p=0.9)
+
+    # Nothing runs, so the results are whatever lay in memory.
+    with contextlib.suppress(IndexError):
+        sample(torch.zeros(2, 50), [request, Request()])
+
+    assert set(compiled) == {"_fill", "_edit", "_choose"}
+    assert all(kernel.asm["cubin"] for kernel in compiled.values())
