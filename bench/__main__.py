@@ -131,7 +131,9 @@ def _table(console: Console, title: str, rows: Sequence[dict[str, Any]]) -> None
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--engine", default="torch", help="torch (the real model), scripted[:FILE] or null[:SPEC]")
+    parser.add_argument(
+        "--engine", default="auto", help="auto, native or torch (the real model), scripted[:FILE] or null[:SPEC]"
+    )
     parser.add_argument("--null-engine", action="append", default=None, help="for the cost of the bus; may be repeated")
     parser.add_argument("--levels", type=lambda s: tuple(map(int, s.split(","))), default=LEVELS)
     parser.add_argument("--per-stream", type=int, default=0, help="requests per stream; 0: by level")

@@ -32,7 +32,7 @@ def _arguments() -> argparse.ArgumentParser:
     run.add_argument("--streams", type=int, default=4)
     run.add_argument("--tokens", type=int, default=96, help="length of each stream")
     run.add_argument("--deadline-s", type=float, default=120.0, help="of every request")
-    run.add_argument("--engine", default="torch", help="torch (the real model) or scripted[:FILE]")
+    run.add_argument("--engine", default="auto", help="auto, native or torch (the real model) or scripted[:FILE]")
     run.add_argument("--port-base", type=int, default=18600)
     run.add_argument("--instance", default=None, help="hurt this running instance instead of starting one")
     run.add_argument("--history", type=Path, default=None, help="where to write the clients' history")

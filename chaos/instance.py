@@ -118,7 +118,7 @@ async def serving(options: argparse.Namespace, *more: str, env: dict[str, str] |
 def add_options(parser: argparse.ArgumentParser, *, port_base: int) -> None:
     """Add the options that `serving` reads."""
     parser.add_argument("--instance", default=None, help="use this running instance instead of starting one")
-    parser.add_argument("--engine", default="torch", help="torch (the real model) or scripted[:FILE]")
+    parser.add_argument("--engine", default="auto", help="auto, native or torch (the real model) or scripted[:FILE]")
     parser.add_argument("--port-base", type=int, default=port_base, help="ports of the private instance")
 
 

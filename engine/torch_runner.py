@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from engine.model_runner import ModelRunner
 from engine.plan import BatchPlan, Row, Sampled
-from engine.sampling import choose_ids
-from engine.sequence import Key
 from kernels.attention.reference import BLOCK_TOKENS
 from kernels.sampling.reference import sample
 from models import weights
-from models.errors import ModelFileError
 from models.source import open_model
 from models.transformer import Transformer
-from schemas.record import Sampling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class TorchRunner:
-    """The real runner: one model, one pool, one thread at a time.
-
-    A row's ids and logprobs do not depend on the batch, on the cut of its prompt into chunks, or on whether a position
-    was decoded, recomputed or found in a block.
-    """
+class TorchRunner(ModelRunner):
+    """The runner that needs no compiler, and in float32 the reference of the fast one."""
 
     def __init__(self, model_path: Path, dtype: str = "bfloat16", threads: int | None = None) -> None:
         """Load a model.
@@ -63,14 +57,12 @@ class TorchRunner:
         Raises:
             ValueError: the buffer is read-only or too small.
         """
-        need = num_blocks * self.block_nbytes
-        if buffer.readonly or buffer.nbytes < need:
-            raise ValueError(f"the pool needs {need} writable bytes; the buffer has {buffer.nbytes}")
+        need = self._check_buffer(buffer, num_blocks)
         flat = torch.frombuffer(buffer, dtype=self._model.dtype, count=need // self._model.dtype.itemsize)
         self._lines = flat.view(-1, self.config.kv_width)
 
     @torch.inference_mode()
-    def logits(self, rows: list[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Compute rows, write their KV, and return float32 logits `[sum of num_wanted, vocab]`."""
         assert self._lines is not None, "bind a pool first"
         return self._model.forward(rows, self._lines, [row.num_wanted for row in rows])
@@ -81,7 +73,7 @@ class TorchRunner:
         if not plan.rows:
             return []
         logits = self.logits(plan.rows)
-        return choose_ids([row for row in plan.rows if row.sample], logits.numpy(), self.eos_ids, sample)
+        return self._choose(plan.rows, logits.numpy(), sample)
 
     def warm_up(self) -> None:
         """Compute a short prompt and one decoded token on scratch blocks.
@@ -90,16 +82,8 @@ class TorchRunner:
             ModelFileError: the model's output is not numbers.
         """
         bound = self._lines
-        scratch = bytearray(2 * self.block_nbytes)
         try:
-            self.bind(memoryview(scratch), 2)
-            ids = [i % self.vocab_size for i in range(20)]
-            greedy = Sampling(temperature=0.0)
-            for start, end in ((0, 19), (19, 20)):
-                row = Row(Key("warm-up", 0), ids[start:end], start, 19, [0, 1], True, start, (0,), greedy, ids[:end])
-                done = self.execute(BatchPlan(0, [row]))[0]
-                if done.error:
-                    raise ModelFileError(self.config.name, f"the first step failed: {done.error}")
+            self._try_out()
         finally:
             self._lines = bound
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,9 +75,7 @@ async def build_node(
         otlp_endpoint=settings.otlp_endpoint,
         spans_file=settings.spans_file,
     )
-    control = await bus_access.connect(
-        settings, clock=clock, name=f"{name}-control", on_wait=on_wait, on_closed=lost
-    )
+    control = await bus_access.connect(settings, clock=clock, name=f"{name}-control", on_wait=on_wait, on_closed=lost)
     stream = await bus_access.connect(settings, clock=clock, name=f"{name}-stream", on_closed=lost)
     node = Node(
         name,
@@ -196,17 +193,17 @@ def _runner(parts: Parts) -> Runner:
         from engine.null_runner import NullRunner
 
         pace = null_pace(parts.settings.engine.partition(":")[2])
-        return NullRunner(
-            decode_s=pace.get("decode_s", 0.0), prefill_s_per_token=pace.get("prefill_s_per_token", 0.0)
-        )
-    # Read by OpenMP when torch is loaded. Idle threads that spin take the cores from the other engines and from the
-    # actors: with three engines on two cores a start took twice as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from engine.torch_runner import TorchRunner
+        return NullRunner(decode_s=pace.get("decode_s", 0.0), prefill_s_per_token=pace.get("prefill_s_per_token", 0.0))
+    from engine.real_runner import load_runner
 
     assert parts.model is not None
-    dtype = "bfloat16" if parts.settings.dtype == "auto" else parts.settings.dtype
-    return TorchRunner(parts.model, dtype=dtype, threads=threads_per_engine(parts.settings))
+    return load_runner(
+        parts.model,
+        engine=kind,
+        dtype=parts.settings.dtype,
+        threads=threads_per_engine(parts.settings),
+        cache=served.cache_root(parts.settings),
+    )
 
 
 def null_pace(spec: str) -> dict[str, float]:

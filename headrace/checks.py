@@ -158,7 +158,7 @@ def _nats(settings: Settings) -> Check:
 
 
 def _model(settings: Settings) -> Check:
-    if settings.engine != "torch" and not settings.model:
+    if not settings.real_engine and not settings.model:
         return Check("model", "ok", f"not needed by the {settings.engine.partition(':')[0]} engine")
     if settings.model:
         try:

@@ -12,13 +12,18 @@ QUANT_MARKS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_S", "Q4_K_M",
 
 
 def engine_kind(settings: Settings) -> str:
-    """Return `torch`, `scripted` or `null`."""
+    """Return `auto`, `native`, `torch`, `scripted` or `null`."""
     return settings.engine.partition(":")[0]
 
 
 def needs_model(settings: Settings) -> bool:
-    """Whether a model file takes part: always for torch, for the others only when one is named (its tokenizer)."""
-    return engine_kind(settings) == "torch" or bool(settings.model)
+    """Whether a model file takes part: always for a real engine, else only when one is named (its tokenizer)."""
+    return settings.real_engine or bool(settings.model)
+
+
+def cache_root(settings: Settings) -> Path:
+    """Return where packed weights lie: beside the fetched models."""
+    return Path(settings.cache).expanduser() if settings.cache else fetch.default_cache_dir().parent
 
 
 def model_path(settings: Settings, progress: fetch.Progress | None = None) -> Path | None:

@@ -20,7 +20,9 @@ from pydantic_settings.sources import EnvSettingsSource, InitSettingsSource, Tom
 ENV_PREFIX = "HEADRACE_"
 DEFAULT_FILE = "headrace.toml"
 # Read outside of the settings: the file's own place, and what scripts and tests pass on.
-OTHER_ENV = frozenset({"HEADRACE_CONFIG", "HEADRACE_TEST_MODEL"})
+OTHER_ENV = frozenset({"HEADRACE_CONFIG", "HEADRACE_TEST_MODEL", "HEADRACE_KERNELS", "HEADRACE_NATIVE"})
+
+REAL_ENGINES = ("auto", "native", "torch")  # those that compute a model
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Count = Annotated[int, Field(ge=0, le=1024)]
@@ -44,8 +46,8 @@ class Settings(BaseSettings):
     model: str = Field("", description="GGUF file or Hugging Face folder; empty: the default model, fetched once")
     served_model_name: str = Field("", description="name that clients use; empty: taken from the file's name")
     cache: str = Field("", description="where fetched models lie; empty: ~/.cache/headrace/models")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="arithmetic of the engine")
-    engine: str = Field("torch", description="torch | scripted[:FILE] | null[:SPEC]")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="arithmetic of the torch engine")
+    engine: str = Field("auto", description="auto | native | torch | scripted[:FILE] | null[:SPEC]")
 
     # The shape of an instance
     instance: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="its name")
@@ -94,8 +96,9 @@ class Settings(BaseSettings):
     @field_validator("engine")
     @classmethod
     def _known_engine(cls, value: str) -> str:
-        if value.partition(":")[0] not in ("torch", "scripted", "null") or value.startswith("torch:"):
-            raise ValueError("must be torch, scripted, scripted:FILE, null or null:SPEC")
+        kind, colon, _ = value.partition(":")
+        if kind not in (*REAL_ENGINES, "scripted", "null") or (colon and kind in REAL_ENGINES):
+            raise ValueError("must be auto, native, torch, scripted, scripted:FILE, null or null:SPEC")
         return value
 
     @field_validator("http")
@@ -116,6 +119,11 @@ class Settings(BaseSettings):
         if self.both == 0 and self.decode == 0:
             raise ValueError("decode and both are 0: nothing could answer a request")
         return self
+
+    @property
+    def real_engine(self) -> bool:
+        """Whether the engines compute a model."""
+        return self.engine in REAL_ENGINES
 
     @property
     def http_address(self) -> tuple[str, int]:

@@ -45,5 +45,11 @@ if [ -t 1 ]; then quiet=""; fi
 # shellcheck disable=SC2086
 .venv/bin/python -m pip install $quiet --disable-pip-version-check --progress-bar "$([ -t 1 ] && echo on || echo off)" \
     -c constraints.txt -e "$target"
+echo "==> compiling the CPU kernels"
+if ! .venv/bin/python -c 'import sys; from kernels.native.build import find_compiler; sys.exit(find_compiler() is None)'; then
+    echo "    no C++ compiler on this machine: installing one into .venv"
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt ziglang || true
+fi
+.venv/bin/python -m kernels.native.build || echo "    going on with the kernels in torch, which are slower"
 stamp_of "$name" >".venv/.headrace-stamp-$name"
 echo "==> installed"

@@ -76,6 +76,17 @@ struct Pages {
     }
 };
 
+// Ask for the keys and values of a tile's blocks. With few rows the time goes into waiting for them.
+inline void expect_tile(const Pages& pages, int64_t head, int64_t block, int64_t last_block) {
+    for (int64_t b = block; b < std::min(block + TILE_BLOCKS, last_block + 1); b++) {
+        const uint16_t *keys = pages.keys(b, head), *values = pages.values(b, head);
+        for (int64_t i = 0; i < BLOCK_TOKENS * pages.dim; i += 32) {
+            __builtin_prefetch(keys + i);
+            __builtin_prefetch(values + i);
+        }
+    }
+}
+
 template <int ROWS>
 inline void attend_rows(const Pages& pages, int64_t head, const int64_t* positions, float scale, AttentionScratch& s) {
     int64_t last = 0;
@@ -90,6 +101,10 @@ inline void attend_rows(const Pages& pages, int64_t head, const int64_t* positio
         const int64_t tokens = std::min(TILE_TOKENS, last + 1 - start);
         const int64_t num_blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
         const uint16_t* values[TILE_BLOCKS];
+        if constexpr (ROWS <= MOST_ROWS / 2) {
+            if (start == 0) expect_tile(pages, head, 0, last / BLOCK_TOKENS);
+            expect_tile(pages, head, start / BLOCK_TOKENS + TILE_BLOCKS, last / BLOCK_TOKENS);
+        }
         for (int64_t b = 0; b < num_blocks; b++) {
             const int64_t block = start / BLOCK_TOKENS + b;
             values[b] = pages.values(block, head);

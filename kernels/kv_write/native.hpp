@@ -14,6 +14,16 @@ constexpr int64_t BLOCK_TOKENS = 16;
 // Elements of one layer in a block: keys and values.
 inline int64_t layer_elements(int64_t kv_heads, int64_t dim) { return 2 * BLOCK_TOKENS * kv_heads * dim; }
 
+// Ask for the lines that a token will be written to: each lies elsewhere, and waiting for one after the other is slow.
+inline void expect_token(const uint16_t* layer, int64_t kv_heads, int64_t offset, int64_t dim) {
+    for (int64_t head = 0; head < kv_heads; head++) {
+        const uint16_t* keys = layer + head * BLOCK_TOKENS * dim + offset * 2;
+        for (int64_t i = 0; i < dim / 2; i++) __builtin_prefetch(keys + i * 2 * BLOCK_TOKENS, 1);
+        const uint16_t* values = layer + (kv_heads + head) * BLOCK_TOKENS * dim + offset / 2 * dim * 2;
+        for (int64_t i = 0; i < dim * 2; i += 32) __builtin_prefetch(values + i, 1);
+    }
+}
+
 inline void write_key(uint16_t* layer, int64_t head, int64_t offset, int64_t dim, const float* key) {
     uint16_t* out = layer + head * BLOCK_TOKENS * dim + offset * 2;
     for (int64_t i = 0; i < dim / 2; i++) {

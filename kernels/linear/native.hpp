@@ -45,11 +45,11 @@ struct Packed {
 // --- activations -----------------------------------------------------------------------------------
 
 // Rows stand in blocks of `width` (1, 4 or 8). Integer weights: per block and group `2 · steps` words of four bytes for
-// each row (high bytes, then low ones), then scale, scale · Σq, Σq. Float weights: the inputs themselves, row by row.
+// each row (high bytes, then low ones), then scale, scale · Σq, −zero · Σq (of the weights' zero). Float weights: the inputs themselves, row by row.
 struct Activations {
     int32_t* words = nullptr;
     int64_t rows = 0;
-    int32_t width = 1, group = 32, inputs = 0;
+    int32_t width = 1, group = 32, inputs = 0, zero = 0;
     bool floats = false;
 
     int64_t group_words() const { return floats ? static_cast<int64_t>(inputs) * width : (group / 2 + 3) * width; }
@@ -74,6 +74,7 @@ inline Activations shape_for(const Packed& w, int64_t rows, int32_t* words) {
     a.floats = w.kind >= BF16;
     a.group = w.group;
     a.inputs = w.inputs;
+    a.zero = w.zero;
     return a;
 }
 
@@ -116,7 +117,7 @@ inline void quantize_row(const float* x, const Activations& a, int64_t row) {
         const float weighted = held * static_cast<float>(total);
         std::memcpy(out + 2 * steps * width, &held, 4);
         std::memcpy(out + (2 * steps + 1) * width, &weighted, 4);
-        out[(2 * steps + 2) * width] = total;
+        out[(2 * steps + 2) * width] = -a.zero * total;
     }
 }
 
@@ -138,21 +139,24 @@ template <int ROWS> HEADRACE_INLINE void products(I q, const int32_t* high, cons
 
 // One tile of integer weights times ROWS rows of one block.
 template <int BITS, int GROUP, bool HALF_SCALE, bool OFFSET, bool ZERO, int WIDTH, int ROWS>
-HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const int32_t* words, F* out) {
+HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const int32_t* words, F* result) {
     constexpr int STEPS = GROUP / 4, QUANTS = LANES * GROUP * BITS / 8, SCALES = LANES * (HALF_SCALE ? 2 : 4);
     constexpr int GROUP_BYTES = QUANTS + SCALES * (OFFSET ? 2 : 1), GROUP_WORDS = (2 * STEPS + 3) * WIDTH;
     constexpr int CHAINS = ROWS == 1 ? 2 : 1;  // a single row alone would wait for each product
+    F out[ROWS];  // not `result` itself: bytes of the tile may alias it, and every sum would go through memory
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) out[r] = zero();
     const int64_t groups = w.inputs / GROUP;
     for (int64_t g = 0; g < groups; g++, tile += GROUP_BYTES, words += GROUP_WORDS) {
         const int32_t *high = words, *low = words + STEPS * WIDTH;
         const int32_t *scales = words + 2 * STEPS * WIDTH, *sums = scales + WIDTH, *totals = sums + WIDTH;
+        // The same group of the next tile, which follows in memory: by the time it is needed it is here.
+        for (int line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(tile + groups * GROUP_BYTES + line);
         I up[CHAINS][ROWS], down[CHAINS][ROWS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             for (int c = 0; c < CHAINS; c++) up[c][r] = down[c][r] = izero();
-            if constexpr (ZERO) down[0][r] = isplat(-w.zero * totals[r]);
+            if constexpr (ZERO) down[0][r] = isplat(totals[r]);
         }
         if constexpr (BITS == 4) {
             const I mask = isplat(0x0F0F0F0F);
@@ -186,6 +190,8 @@ HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const in
             if constexpr (OFFSET) out[r] = fma(offset, splat(word_float(sums + r)), out[r]);
         }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) result[r] = out[r];
 }
 
 template <int KIND> HEADRACE_INLINE F float_weight(const uint8_t* tile, int64_t k) {
@@ -201,8 +207,8 @@ template <int KIND> HEADRACE_INLINE F float_weight(const uint8_t* tile, int64_t 
 
 // One tile of float weights times ROWS rows of one block: even and odd inputs are summed apart, then together.
 template <int KIND, int WIDTH, int ROWS>
-HEADRACE_INLINE void float_tile(const Packed& w, const uint8_t* tile, const int32_t* words, F* out) {
-    F odd[ROWS];
+HEADRACE_INLINE void float_tile(const Packed& w, const uint8_t* tile, const int32_t* words, F* result) {
+    F out[ROWS], odd[ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) out[r] = odd[r] = zero();
     for (int64_t k = 0; k < w.inputs; k += 2) {
@@ -215,7 +221,7 @@ HEADRACE_INLINE void float_tile(const Packed& w, const uint8_t* tile, const int3
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) out[r] = add(out[r], odd[r]);
+    for (int r = 0; r < ROWS; r++) result[r] = add(out[r], odd[r]);
 }
 
 template <int WIDTH, int ROWS>
@@ -227,6 +233,8 @@ inline void tile_rows(const Packed& w, const uint8_t* tile, const int32_t* words
             if (w.scale_bits == 16) return integer_tile<4, 32, true, false, true, WIDTH, ROWS>(w, tile, words, out);
             return integer_tile<4, 32, false, true, false, WIDTH, ROWS>(w, tile, words, out);
         case Q8:
+            if (w.group == 16 && w.has_offset)
+                return integer_tile<8, 16, false, true, false, WIDTH, ROWS>(w, tile, words, out);
             if (w.group == 16) return integer_tile<8, 16, false, false, true, WIDTH, ROWS>(w, tile, words, out);
             if (w.has_offset) return integer_tile<8, 32, false, true, false, WIDTH, ROWS>(w, tile, words, out);
             return integer_tile<8, 32, false, false, true, WIDTH, ROWS>(w, tile, words, out);

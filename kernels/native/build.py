@@ -1,7 +1,7 @@
 """Builds the native kernels: one C++ unit, one shared library, once per source, compiler and CPU.
 
-`python -m kernels.native.build` is what the install runs; a process that finds no library builds it on first use. Any of
-the compilers below will do; the last one is a Python package, for machines that have none.
+`python -m kernels.native.build` is what the install runs; a process that finds no library builds it on first use. Any
+of the compilers below will do; the last one is a Python package, for machines that have none.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def library_path() -> Path:
     for path in [SOURCE, *sorted(KERNELS.glob("*/*.hpp"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(" ".join(FLAGS).encode() + _cpu().encode() + os.environ.get("CXX", "").encode())
-    cache = Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
-    return cache / "native" / f"kernels-{digest.hexdigest()}.so"
+    return _cache() / "native" / f"kernels-{digest.hexdigest()}.so"
 
 
 def build() -> Path:
@@ -71,6 +70,13 @@ def build() -> Path:
     except OSError as error:
         raise BuildError(f"the native kernels cannot be built in {path.parent}: {error}") from error
     return path
+
+
+def _cache() -> Path:
+    """Return `$HEADRACE_CACHE` (else `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`)."""
+    if given := os.environ.get("HEADRACE_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def _compile(compiler: list[str], path: Path) -> None:
@@ -106,6 +112,6 @@ def _cpu() -> str:
 
 if __name__ == "__main__":
     try:
-        print(build())
+        sys.stdout.write(f"{build()}\n")
     except BuildError as problem:
         sys.exit(f"native kernels: {problem}")

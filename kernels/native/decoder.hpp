@@ -227,10 +227,13 @@ class Decoder {
     void turn_and_write(int& phase, int32_t layer, uint16_t* pool) {
         const Model& m = model_;
         const LayerWeights& w = m.layer[layer];
-        const int64_t dim = m.dim, elements = layer_elements(m.kv_heads, dim);
+        const int64_t dim = m.dim;
         constexpr int64_t AT_ONCE = 2;  // both tokens of a pair share cache lines of the values
         shared(phase, (rows_ + AT_ONCE - 1) / AT_ONCE, [&](int64_t piece) {
-            for (int64_t row = piece * AT_ONCE; row < std::min(rows_, (piece + 1) * AT_ONCE); row++) {
+            const int64_t last = std::min(rows_, (piece + 1) * AT_ONCE);
+            for (int64_t row = piece * AT_ONCE; row < last; row++)
+                expect_token(place_of(row, layer, pool), m.kv_heads, row_[row].position % BLOCK_TOKENS, dim);
+            for (int64_t row = piece * AT_ONCE; row < last; row++) {
                 float* line = qkv_.data() + row * width();
                 const int64_t position = row_[row].position;
                 const float *cosines = m.cosines + position * dim / 2, *sines = m.sines + position * dim / 2;
@@ -239,8 +242,7 @@ class Decoder {
                     if (norm) rms_norm_row(line + h * dim, norm, dim, m.eps, line + h * dim);
                     rope_head(line + h * dim, cosines, sines, dim, m.interleaved);
                 }
-                const int32_t block = runs_[row_[row].run].blocks[position / BLOCK_TOKENS];
-                uint16_t* to = pool + (static_cast<int64_t>(block) * m.layers + layer) * elements;
+                uint16_t* to = place_of(row, layer, pool);
                 const float *keys = line + m.heads * dim, *values = keys + m.kv_heads * dim;
                 for (int32_t h = 0; h < m.kv_heads; h++) {
                     write_key(to, h, position % BLOCK_TOKENS, dim, keys + h * dim);
@@ -249,6 +251,12 @@ class Decoder {
             }
         });
         team_.meet();
+    }
+
+    // The layer of the block that a row is written to.
+    uint16_t* place_of(int64_t row, int32_t layer, uint16_t* pool) const {
+        const int32_t block = runs_[row_[row].run].blocks[row_[row].position / BLOCK_TOKENS];
+        return pool + (static_cast<int64_t>(block) * model_.layers + layer) * layer_elements(model_.kv_heads, model_.dim);
     }
 
     void attend_all(int thread, int& phase, int32_t layer, const uint16_t* pool) {

@@ -1,0 +1,44 @@
+"""Which runner computes a real model here: the compiled one where it can, the one in torch elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engine.model_runner import ModelRunner
+from kernels import registry
+from kernels.native import BuildError
+
+
+def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Path | None) -> ModelRunner:
+    """Load a model into the runner that `engine` asks for.
+
+    Args:
+        model: a GGUF file or a Hugging Face folder.
+        engine: "native", "torch", or "auto": native if this machine, the model's sizes, `dtype` and the override of
+            kernels allow it, else torch.
+        dtype: "auto", or the arithmetic of the torch runner: "bfloat16" or "float32".
+        threads: of the engine.
+        cache: directory of packed weights and compiled kernels.
+
+    Raises:
+        ModelFileError: the file is corrupt or not supported.
+        BuildError: native was asked for and cannot be had here.
+        Unpackable: native was asked for and cannot hold the model.
+        KernelChoiceError: the override of kernels cannot be obeyed.
+    """
+    if engine == "native" or (engine == "auto" and dtype == "auto" and set(registry.resolve().values()) == {"native"}):
+        from engine.native_runner import NativeRunner
+        from models.packed import Unpackable
+
+        try:
+            return NativeRunner(model, threads, cache)
+        except (Unpackable, BuildError):
+            if engine == "native":
+                raise
+    # Read by OpenMP when torch is loaded. Idle threads that spin take the cores from the other engines and from the
+    # actors: with three engines on two cores a start took twice as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from engine.torch_runner import TorchRunner
+
+    return TorchRunner(model, "bfloat16" if dtype == "auto" else dtype, threads)

@@ -1,0 +1,180 @@
+"""A decoder on the compiled kernels: packed weights in, float32 logits out. Never imports torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels import native
+from models.config import ModelConfig
+from models.packed import PackedWeights
+
+BLOCK_TOKENS = 16
+_POINTER = ctypes.c_void_p
+
+
+class _Packed(ctypes.Structure):
+    _fields_ = [
+        ("data", _POINTER),
+        *((name, ctypes.c_int32) for name in "outputs inputs kind group scale_bits has_offset zero reserved".split()),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in "attn_norm ffn_norm qkv_bias q_norm k_norm".split()),
+        *((name, _Packed) for name in "qkv out gate_up down".split()),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in "layers heads kv_heads dim hidden ffn vocab interleaved".split()),
+        ("eps", ctypes.c_float),
+        ("positions", ctypes.c_int32),
+        *((name, _POINTER) for name in "cosines sines norm layer".split()),
+        ("embedding", _Packed),
+        ("head", _Packed),
+    ]
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_int64), ("tokens", ctypes.c_int32), ("wanted", ctypes.c_int32), ("blocks", _POINTER)]
+
+
+class Run(Protocol):
+    """Consecutive tokens `[start, start + len(ids))` of one sequence whose positions from 0 lie in `blocks`."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def blocks(self) -> Sequence[int]: ...
+
+
+class NativeTransformer:
+    """Weights and the step over them. Not thread-safe: one step at a time."""
+
+    def __init__(self, config: ModelConfig, weights: PackedWeights, threads: int = 1, looks: int = 1500) -> None:
+        """Bind the kernels to packed weights.
+
+        Args:
+            config: sizes and flags.
+            weights: as `models.packed.load` returns them; kept alive by this object.
+            threads: of this model's team, the caller's included. Results do not depend on it.
+            looks: how often a waiting thread looks before it sleeps (a few tens of nanoseconds each).
+
+        Raises:
+            kernels.native.BuildError: the compiled kernels cannot be had here.
+        """
+        self.config = config
+        self._library = native.library()
+        self._library.hr_decoder_new.restype = _POINTER
+        self._library.hr_decoder_team.restype = _POINTER
+        self._library.hr_instruction_set.restype = ctypes.c_char_p
+        self.instruction_set: str = self._library.hr_instruction_set().decode()
+        self._weights = weights
+        factors = weights.vector("rope_factors") if config.rope_factors else None
+        self._tables = _turns(config, factors)
+        self._layers = (_Layer * config.num_layers)(*(self._layer(i) for i in range(config.num_layers)))
+        head = "embedding" if config.tied_embeddings else "head"
+        cosines, sines = self._tables
+        self._model = _Model(
+            layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            dim=config.head_dim,
+            hidden=config.hidden,
+            ffn=config.ffn,
+            vocab=config.vocab_size,
+            interleaved=int(config.rope_pairing == "interleaved"),
+            eps=config.norm_eps,
+            positions=config.context_length,
+            cosines=cosines.ctypes.data,
+            sines=sines.ctypes.data,
+            norm=weights.address("norm"),
+            layer=ctypes.addressof(self._layers),
+            embedding=self._matrix("embedding"),
+            head=self._matrix(head),
+        )
+        self._decoder = _POINTER(self._library.hr_decoder_new(ctypes.byref(self._model), threads, looks))
+        self.threads = threads
+        self.max_context = config.context_length
+        self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block: layers × 2 × 16 tokens × kv_width, bfloat16."""
+        return self.config.num_layers * 2 * BLOCK_TOKENS * self.config.kv_width * 2
+
+    @property
+    def team(self) -> int:
+        """Address of the threads, for other ops of the same step."""
+        return int(self._library.hr_decoder_team(self._decoder))
+
+    def forward(self, runs: Sequence[Run], pool: int, wanted: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Compute runs, write their keys and values, and return logits.
+
+        Args:
+            runs: at most one per sequence; ids inside the vocabulary, positions inside the context.
+            pool: address of the first block.
+            wanted: for each run, of how many of its last tokens logits are asked for.
+
+        Returns:
+            float32 `[sum(wanted), vocab]`, valid until the next call.
+        """
+        tables = [np.array(run.blocks, dtype=np.int32) for run in runs]
+        ids = np.array([token for run in runs for token in run.ids], dtype=np.int32)
+        native_runs = (_Run * len(runs))(
+            *(
+                _Run(run.start, len(run.ids), count, table.ctypes.data)
+                for run, count, table in zip(runs, wanted, tables, strict=True)
+            )
+        )
+        rows = sum(wanted)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.config.vocab_size), dtype=np.float32)
+        self._library.hr_decoder_step(
+            self._decoder,
+            native_runs,
+            len(runs),
+            _POINTER(ids.ctypes.data),
+            _POINTER(pool),
+            _POINTER(self._logits.ctypes.data),
+        )
+        return self._logits[:rows]
+
+    def close(self) -> None:
+        """End the team's threads."""
+        if self._decoder:
+            self._library.hr_decoder_free(self._decoder)
+            self._decoder = _POINTER(None)
+
+    def _layer(self, index: int) -> _Layer:
+        vectors = {
+            name: self._weights.address(f"{index}.{name}") if f"{index}.{name}" in self._weights else None
+            for name in "attn_norm ffn_norm qkv_bias q_norm k_norm".split()
+        }
+        return _Layer(**vectors, **{name: self._matrix(f"{index}.{name}") for name in "qkv out gate_up down".split()})
+
+    def _matrix(self, name: str) -> _Packed:
+        m = self._weights.matrix(name)
+        return _Packed(
+            self._weights.address(name), m.outputs, m.inputs, m.kind, m.group, m.scale_bits, m.has_offset, m.zero, 0
+        )
+
+
+def _turns(
+    config: ModelConfig, factors: npt.NDArray[np.float32] | None
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return cosines and sines `[context, head_dim / 2]` of all positions."""
+    freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    if factors is not None:
+        freqs = freqs / factors.astype(np.float64)
+    angles = np.outer(np.arange(config.context_length, dtype=np.float64) / config.rope_scale, freqs)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
