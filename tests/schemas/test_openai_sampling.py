@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schemas.errors import BadRequest
-from schemas.openai import ParsedRequest, load_json, parse_request
-from schemas.openai_sampling import MAX_ALLOWED, MAX_BIASES, check_ids, chosen_ids
+from schemas.openai import ACCEPTED, INPUT, ParsedRequest, load_json, parse_request
+from schemas.openai_sampling import MAX_ALLOWED, MAX_BIASES, MAX_REPETITION_PENALTY, check_ids, chosen_ids
 from schemas.record import Sampling
 
 
@@ -121,3 +122,11 @@ def test_ids_outside_the_vocabulary_are_refused(extra: dict[str, Any]) -> None:
     check_ids(named, 101)
     assert complete(vocab_size=101, **extra)
     assert chosen_ids(complete().sampling) == {}
+
+
+def test_the_page_on_parameters_names_each_of_them() -> None:
+    """And the bounds of lists that it states are the real ones."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "parameters.md").read_text()
+
+    assert [name for name in (*ACCEPTED, *INPUT.values()) if f"`{name}`" not in page] == []
+    assert f"{MAX_BIASES:,}" in page and f"{MAX_ALLOWED:,}" in page and f"{MAX_REPETITION_PENALTY:,.0f}" in page
