@@ -11,10 +11,10 @@ def seconds(pid: int) -> dict[str, float]:
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
-            times, title = process.cpu_times(), _title(process)
+            times, name = process.cpu_times(), title(process)
         except psutil.Error:
             continue
-        out[title] = out.get(title, 0.0) + times.user + times.system
+        out[name] = out.get(name, 0.0) + times.user + times.system
     return out
 
 
@@ -24,12 +24,13 @@ def resident_mb(pid: int) -> dict[str, float]:
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
-            out[_title(process)] = round(process.memory_info().rss / 2**20, 1)
+            out[title(process)] = round(process.memory_info().rss / 2**20, 1)
         except psutil.Error:
             continue
     return out
 
 
-def _title(process: psutil.Process) -> str:
-    title = " ".join(process.cmdline()).strip()  # a changed title is padded to the length of the old one
-    return title.removeprefix("headrace: ") if title.startswith("headrace: ") else process.name()
+def title(process: psutil.Process) -> str:
+    """Return the name that a node gave itself, else the program's."""
+    text = " ".join(process.cmdline()).strip()  # a changed title is padded to the length of the old one
+    return text.removeprefix("headrace: ") if text.startswith("headrace: ") else process.name()

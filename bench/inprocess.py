@@ -97,8 +97,8 @@ class Engine:
         shape: Shape,
         *,
         longest: int = 512,
-        cache_outputs: bool = False,
         watch: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> None:
         """Make the pool and bind the runner to it.
 
@@ -106,8 +106,8 @@ class Engine:
             runner: loaded before.
             shape: of batches and pool.
             longest: tokens of the longest sequence, to size a pool that is not given.
-            cache_outputs: as `EngineCore` has it.
             watch: told the number of rows of each step.
+            options: more arguments of `EngineCore`.
         """
         self._watch = watch
         self.runner = runner
@@ -123,7 +123,7 @@ class Engine:
             root=lambda salt: root_hash("bench", runner.fingerprint, runner.layout, salt),
             now=time.monotonic,
             wall=time.time,
-            cache_outputs=cache_outputs,
+            **options,
         )
 
     def __enter__(self) -> Engine:

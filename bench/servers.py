@@ -56,10 +56,10 @@ def peers_directory() -> Path:
     return Path(os.environ.get("HEADRACE_PEERS", ROOT / ".headrace" / "peers"))
 
 
-def ours(model: Path, port: int, options: Sequence[str]) -> ServerSpec:
+def ours(model: Path, port: int, options: Sequence[str], env: Mapping[str, str] | None = None) -> ServerSpec:
     """Return our own server: a whole private instance."""
     argv = (sys.executable, "-m", "headrace.cli", "up", "--model", str(model))
-    return ServerSpec(OURS, (*argv, "--instance", f"bench-{port}", "--port-base", str(port), *options), port)
+    return ServerSpec(OURS, (*argv, "--instance", f"bench-{port}", "--port-base", str(port), *options), port, env or {})
 
 
 def llama_programs(directory: Path) -> Path:
@@ -95,6 +95,11 @@ def vllm_python(directory: Path) -> Path:
     if not (directory / "vllm" / ".headrace-ready").exists() or not (directory / "model-hf" / "config.json").exists():
         raise PeerMissing("vLLM", directory)
     return python
+
+
+def _environment() -> dict[str, str]:
+    """Return ours without what only the comparison reads: `headrace up` refuses settings that it does not know."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_PEERS")}
 
 
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
@@ -133,7 +138,7 @@ class Server:
         with self.log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv, stdout=out, stderr=out, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,
-                env={**os.environ, **self.spec.env}, start_new_session=True,
+                env=_environment() | dict(self.spec.env), start_new_session=True,
             )  # fmt: skip
         try:
             while not await self._answers():
@@ -150,6 +155,12 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the first process."""
+        assert self._process is not None
+        return self._process.pid
 
     async def _answers(self) -> bool:
         try:

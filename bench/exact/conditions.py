@@ -58,9 +58,14 @@ def _drawn(number: int) -> dict[str, Any]:
     return {"temperature": (0.7, 1.0, 0.9)[number % 3], "seed": 7_000 + number, **ways[number % len(ways)]}
 
 
+def longest(wanted: Listing[Request]) -> int:
+    """Return the tokens of the longest request, with its answer."""
+    return max((len(r.ids) + r.sampling.max_tokens for r in wanted), default=0)
+
+
 def alone(runner: Runner, wanted: Listing[Request]) -> Texts:
     """Run each request with nobody beside it and an empty cache: the texts that all others are held against."""
-    with Engine(runner, Shape(max_running=1)) as engine:
+    with Engine(runner, Shape(max_running=1), longest=longest(wanted)) as engine:
         return engine.run(wanted)
 
 
@@ -71,6 +76,7 @@ class Checker:
         """Take the requests that each condition runs, and what all of them give alone (more may be in it)."""
         self._runner = runner
         self._requests = list(wanted)
+        self._longest = longest(wanted)
         self._want = want
 
     def conditions(self) -> dict[str, Callable[[], Found]]:
@@ -83,6 +89,7 @@ class Checker:
             "chunked": lambda: self._plain(Shape(max_running=16, token_budget=24, max_chunk=7)),
             "from_cache": self.from_cache,
             "preempted": self.preempted,
+            "preempted_with_parking": lambda: self.preempted(parking_tokens=8192),
             "prefilled_again": self.prefilled_again,
             "handed_over": self.handed_over,
         }
@@ -108,7 +115,7 @@ class Checker:
             nonlocal rows
             rows = max(rows, count)
 
-        with Engine(self._runner, shape, watch=watch) as engine:
+        with Engine(self._runner, shape, longest=self._longest, watch=watch) as engine:
             got = engine.run(self._requests, every=every)
         if rows < (least_rows or min(2, len(self._requests))):
             raise NotProvoked(f"no step had more than {rows} rows")
@@ -128,17 +135,19 @@ class Checker:
             raise NotProvoked(f"{cached} tokens came from the cache, of {least}")
         return self.compare(got, began, {"cached_tokens": cached})
 
-    def preempted(self) -> Found:
-        """Run in a pool that is too small for those that run at once."""
+    def preempted(self, *, parking_tokens: int = 0) -> Found:
+        """Run in a pool that is too small for those that run at once; with room to park, blocks may be kept."""
         began = time.monotonic()
-        longest = max(num_blocks_for(len(r.ids) + r.sampling.max_tokens) for r in self._requests)
-        blocks = max(longest + 2, 5 * longest // 2)
-        with Engine(self._runner, Shape(max_running=16, num_blocks=blocks)) as engine:
+        most = num_blocks_for(self._longest)
+        blocks = max(most + 2, 5 * most // 2)
+        shape = Shape(max_running=16, num_blocks=blocks)
+        with Engine(self._runner, shape, parking_tokens=parking_tokens) as engine:
             got = engine.run(self._requests)
-            preempted = int(engine.statistics["preempted_total"])
-        if preempted == 0:
+            counts = engine.statistics
+        if counts["preempted_total"] == 0:
             raise NotProvoked("nobody was preempted")
-        return self.compare(got, began, {"preemptions": preempted})
+        facts = {"preemptions": int(counts["preempted_total"]), "parked": int(counts["preempted_parked_total"])}
+        return self.compare(got, began, facts)
 
     def prefilled_again(self) -> Found:
         """Start from the prompt and the first outputs, as after the loss of an engine."""
@@ -147,7 +156,7 @@ class Checker:
         for number, request in enumerate(self._requests):
             ids = self._want[request.key]
             resumed.append(replace(request, outputs=tuple(ids[: 1 + number * 7 % (len(ids) - 1)])))
-        with Engine(self._runner, Shape(max_running=16)) as engine:
+        with Engine(self._runner, Shape(max_running=16), longest=self._longest) as engine:
             got = engine.run(resumed)
         return self.compare(got, began, {"outputs_given": sum(len(r.outputs) for r in resumed)})
 
@@ -157,7 +166,7 @@ class Checker:
         groups = _by_prompt(self._requests)
         held = self._prefill(groups)
         got: Texts = {}
-        with Engine(self._runner, Shape(max_running=32)) as engine:
+        with Engine(self._runner, Shape(max_running=32), longest=self._longest) as engine:
             waiting = list(held)
             while waiting or engine.core.has_work:
                 while waiting and self._accept(engine, waiting[0], got):
@@ -172,7 +181,7 @@ class Checker:
     def _prefill(self, groups: Listing[list[Request]]) -> list[_Held]:
         by_key = {group[0].key: group for group in groups}
         out: list[_Held] = []
-        with Engine(self._runner, Shape(max_running=16)) as engine:
+        with Engine(self._runner, Shape(max_running=16), longest=self._longest) as engine:
             for group in groups:
                 engine.core.add(group[0].sequence(handoff=True, num_first=len(group)))
             view, size = engine.pool.view(), engine.pool.block_nbytes
@@ -224,7 +233,7 @@ def several_choices(runner: Runner, wanted: Listing[Request], want: Texts) -> Fo
     """Run all choices of each request together; they share the blocks of their prompt."""
     began = time.monotonic()
     shared = [replace(r, salt=f"choices of {r.name}") for r in sorted(wanted, key=lambda r: r.key)]
-    with Engine(runner, Shape(max_running=16)) as engine:
+    with Engine(runner, Shape(max_running=16), longest=longest(wanted)) as engine:
         got = engine.run(shared)
         cached = int(engine.statistics["cached_tokens_total"])
     if cached == 0:
