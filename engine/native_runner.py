@@ -63,7 +63,7 @@ class NativeRunner(ModelRunner):
         self._pool[::_PAGE] = self._pool[::_PAGE]
 
     def logits(self, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-        """Compute rows, write their KV, and return float32 logits `[sum of num_wanted, vocab]`, valid until next time."""
+        """Compute rows, write their KV; return float32 logits `[sum of num_wanted, vocab]`, valid until the next."""
         assert self._pool is not None, "bind a pool first"
         return self._model.forward(rows, int(self._pool.ctypes.data), [row.num_wanted for row in rows])
 
