@@ -22,7 +22,7 @@ OPS: Final = (
 )  # fmt: skip
 IMPLEMENTATIONS: Final = ("native", "reference", "triton")
 
-WhyNot = Callable[[str, str], str]  # (op, implementation) → why it cannot run here, or an empty text
+WhyNot = Callable[[str, str], str]  # (op, implementation) → why it cannot run, or an empty text
 
 
 class KernelChoiceError(ValueError):
@@ -50,12 +50,17 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def why_not(op: str, implementation: str) -> str:
-    """Return why an implementation cannot run in this process, or an empty text if it can.
+def why_not(op: str, implementation: str, device: str = "cpu") -> str:
+    """Return why an implementation cannot compute on a device in this process, or an empty text if it can.
 
     For `native` this builds the compiled kernels if they are not built yet.
+
+    Args:
+        device: where weights and pool lie: "cpu" or "cuda".
     """
     match implementation:
+        case "native" if device != "cpu":
+            return "compiled kernels compute on the CPU alone"
         case "native":
             # Compiled code stands in one library; an op has no module of its own unless its calls need one.
             native = importlib.import_module("kernels.native")
@@ -66,18 +71,20 @@ def why_not(op: str, implementation: str) -> str:
                 return f"{' and '.join(missing)} not installed"
             if importlib.util.find_spec(f"kernels.{op}.triton") is None:
                 return "not written for this op"
-            return "" if gpu_present() or interpreting() else "no GPU, and TRITON_INTERPRET is not set"
+            if interpreting() or (device != "cpu" and gpu_present()):
+                return ""
+            return "the data lie on the CPU, and TRITON_INTERPRET is not set" if device == "cpu" else "no GPU answers"
         case _:
             return ""
 
 
-def choose(text: str, reason: WhyNot, gpu: bool) -> dict[str, str]:
+def choose(text: str, reason: WhyNot, on_gpu: bool) -> dict[str, str]:
     """Decide for every op, given the text of the override.
 
     Args:
         text: `op=implementation,…`; may be empty.
         reason: why an implementation cannot run; asked only about those that matter.
-        gpu: whether a GPU is present; then triton is the default where it can run.
+        on_gpu: whether the data lie on a GPU; then triton is the default where it can run, else native.
 
     Raises:
         KernelChoiceError: an entry cannot be obeyed; the message lists what can.
@@ -98,51 +105,47 @@ def choose(text: str, reason: WhyNot, gpu: bool) -> dict[str, str]:
             raise KernelChoiceError(entry, f"{why}; for {each} there are here: {found}")
     for op in OPS:
         if op not in chosen:
-            order = ("triton", "native") if gpu else ("native",)
-            chosen[op] = next((name for name in order if not reason(op, name)), "reference")
+            fast = "triton" if on_gpu else "native"
+            chosen[op] = "reference" if reason(op, fast) else fast
     return chosen
 
 
 @functools.cache
-def resolve() -> Mapping[str, str]:
+def resolve(device: str = "cpu") -> Mapping[str, str]:
     """Return the implementation of every op, the same for the life of the process.
+
+    Args:
+        device: where weights and pool lie. That a machine has a GPU changes nothing for data on the CPU.
 
     Raises:
         KernelChoiceError: see `choose`.
     """
-    return MappingProxyType(choose(os.environ.get(VARIABLE, ""), why_not, gpu_present()))
+
+    def reason(op: str, implementation: str) -> str:
+        return why_not(op, implementation, device)
+
+    return MappingProxyType(choose(os.environ.get(VARIABLE, ""), reason, device != "cpu"))
 
 
-def load(op: str) -> ModuleType:
+def load(op: str, device: str = "cpu") -> ModuleType:
     """Import and return the module of an op's implementation; of `native`, the library's if the op has none.
 
     Raises:
         KeyError: no such op.
         KernelChoiceError: see `choose`.
     """
-    return _module(op, resolve()[op])
+    return _module(op, resolve(device)[op])
 
 
-def load_torch(op: str, device: str) -> ModuleType:
-    """Import and return what computes an op on torch tensors: triton or reference, for whoever runs without `native`.
-
-    Args:
-        device: type of the device where the tensors lie, such as "cpu".
+def load_torch(op: str, device: str = "cpu") -> ModuleType:
+    """Import and return what computes an op on torch tensors, for whoever runs without `native`: triton or reference.
 
     Raises:
         KeyError: no such op.
-        KernelChoiceError: see `choose`; or triton was asked for and cannot compute on that device.
+        KernelChoiceError: see `choose`.
     """
-    implementation = resolve()[op]
-    if implementation == "triton" and device == "cpu" and not interpreting():
-        if any(part.replace(" ", "") in (f"{op}=triton", "all=triton") for part in _override()):
-            raise KernelChoiceError(f"{op}=triton", "the tensors lie on the CPU; set TRITON_INTERPRET=1 to test there")
-        implementation = "reference"
+    implementation = resolve(device)[op]
     return _module(op, "reference" if implementation == "native" else implementation)
-
-
-def _override() -> list[str]:
-    return os.environ.get(VARIABLE, "").split(",")
 
 
 def _module(op: str, implementation: str) -> ModuleType:

@@ -17,19 +17,19 @@ def _only(*implementations: str) -> registry.WhyNot:
 
 def test_compiled_kernels_are_the_default_where_they_can_be_built() -> None:
     """Every op is native with a compiler and reference without one."""
-    assert choose("", _only("native", "reference"), gpu=False) == dict.fromkeys(OPS, "native")
-    assert choose("", _only("reference"), gpu=False) == dict.fromkeys(OPS, "reference")
+    assert choose("", _only("native", "reference"), on_gpu=False) == dict.fromkeys(OPS, "native")
+    assert choose("", _only("reference"), on_gpu=False) == dict.fromkeys(OPS, "reference")
 
 
-def test_a_gpu_makes_triton_the_default_where_it_is_written() -> None:
-    """Ops without a Triton version stay native."""
+def test_triton_is_the_default_for_data_on_a_gpu() -> None:
+    """An op that has no Triton version there is computed plainly; compiled code cannot read a GPU's memory."""
 
     def reason(op: str, name: str) -> str:
         return "not written" if (op, name) == ("sampling", "triton") else ""
 
-    chosen = choose("", reason, gpu=True)
+    chosen = choose("", reason, on_gpu=True)
 
-    assert chosen.pop("sampling") == "native"
+    assert chosen.pop("sampling") == "reference"
     assert set(chosen.values()) == {"triton"}
 
 
@@ -37,8 +37,8 @@ def test_an_override_names_one_op_or_all() -> None:
     """Later entries win; spaces and empty entries mean nothing."""
     reason = _only("native", "reference", "triton")
 
-    one = choose("rope=triton", reason, gpu=False)
-    several = choose(" all=reference, ,rope = native", reason, gpu=True)
+    one = choose("rope=triton", reason, on_gpu=False)
+    several = choose(" all=reference, ,rope = native", reason, on_gpu=True)
 
     assert one == dict.fromkeys(OPS, "native") | {"rope": "triton"}
     assert several == dict.fromkeys(OPS, "reference") | {"rope": "native"}
@@ -48,7 +48,7 @@ def test_an_override_names_one_op_or_all() -> None:
 def test_an_unknown_override_is_an_error_that_lists_what_there_is(entry: str) -> None:
     """The message names the variable, the entry and the choices."""
     with pytest.raises(KernelChoiceError) as caught:
-        choose(entry, _only("native", "reference"), gpu=False)
+        choose(entry, _only("native", "reference"), on_gpu=False)
 
     message = str(caught.value)
     assert message.startswith("HEADRACE_KERNELS: ") and repr(entry) in message
@@ -58,7 +58,22 @@ def test_an_unknown_override_is_an_error_that_lists_what_there_is(entry: str) ->
 def test_an_override_that_cannot_run_here_is_an_error_with_the_reason() -> None:
     """Nothing falls back silently."""
     with pytest.raises(ValueError, match=r"no triton here; for rms_norm there are here: native, reference"):
-        choose("all=triton", _only("native", "reference"), gpu=False)
+        choose("all=triton", _only("native", "reference"), on_gpu=False)
+
+
+def test_each_implementation_says_where_it_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton on the CPU needs its interpreter, compiled code needs data on the CPU."""
+    monkeypatch.setattr(registry, "gpu_present", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    assert "TRITON_INTERPRET" in registry.why_not("rope", "triton")
+    assert registry.why_not("rope", "triton", "cuda") == ""
+    assert "CPU alone" in registry.why_not("rope", "native", "cuda")
+    assert registry.why_not("rope", "reference", "cuda") == ""
+    monkeypatch.setattr(registry, "gpu_present", lambda: False)
+    assert registry.why_not("rope", "triton", "cuda") == "no GPU answers"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert registry.why_not("rope", "triton") == ""
 
 
 def test_without_need_nobody_asks_for_the_compiler() -> None:
@@ -68,7 +83,7 @@ def test_without_need_nobody_asks_for_the_compiler() -> None:
         assert name == "reference"
         return ""
 
-    assert choose("all=reference", reason, gpu=False) == dict.fromkeys(OPS, "reference")
+    assert choose("all=reference", reason, on_gpu=False) == dict.fromkeys(OPS, "reference")
 
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
