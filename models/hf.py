@@ -168,18 +168,30 @@ class HfFolder:
                 )
 
     def _eos_ids(self, values: dict[str, Any]) -> frozenset[int]:
-        """Return the ids that end a text: generation_config.json's, else config.json's."""
+        """Return the ids that end a text: generation_config.json's, else config.json's, else the tokenizer's."""
         path, found = self.path / "generation_config.json", None
         if path.exists():
             found = read_json(path).get("eos_token_id")
         if found is None:
             path, found = self.path / "config.json", values.get("eos_token_id")
+        if found is None:
+            path, found = self.path / "tokenizer.json", self._tokenizer_eos()
         ids = found if isinstance(found, list) else [found] if found is not None else []
-        for number, _ in enumerate(ids[:100]):
-            Fields(path, {"eos_token_id": ids[number]}, "key").integer(
-                "eos_token_id", low=0, high=self.config.vocab_size - 1
-            )
-        return frozenset(ids[:100])
+        last = self.config.vocab_size - 1
+        return frozenset(
+            Fields(path, {"eos_token_id": one}, "key").integer("eos_token_id", low=0, high=last) for one in ids[:100]
+        )
+
+    def _tokenizer_eos(self) -> Any:
+        """Return the id of the added token that tokenizer_config.json calls `eos_token`; None where there is none."""
+        settings, path = self.path / "tokenizer_config.json", self.path / "tokenizer.json"
+        if not settings.exists() or not path.exists():
+            return None
+        named = read_json(settings).get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        added = read_json(path).get("added_tokens")
+        tokens = [t for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+        return next((t.get("id") for t in tokens if text is not None and t.get("content") == text), None)
 
 
 def _gguf_name(name: str) -> str | None:

@@ -26,7 +26,7 @@ def read_tokenizer(folder: Path, eos_ids: frozenset[int]) -> ModelText:
     """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
     Args:
-        eos_ids: ids that end a text by the model's configuration; the tokenizer's own is added.
+        eos_ids: ids that end a text, by the model's configuration.
 
     Raises:
         ModelFileError: a file is missing, corrupt, or of a kind that is not supported.
@@ -52,7 +52,7 @@ def read_tokenizer(folder: Path, eos_ids: frozenset[int]) -> ModelText:
             user_defined=user_defined,
             bos_id=bos if first is None else ids[first],
             eos_id=eos,
-            eos_ids=eos_ids if eos is None else eos_ids | {eos},
+            eos_ids=eos_ids,
             add_bos=add_bos,
             core=_core(path, described, set(control.values())),
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.commands.chat import ChatError, stream_answer
+from tests.models.hf_files import tiny_folder
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +116,22 @@ def test_up_refuses_a_file_that_is_no_model(content: bytes | None, said: str, tm
     assert done.returncode == 1
     assert str(path) in done.stderr
     assert said in done.stderr
+
+
+@pytest.mark.slow
+def test_up_refuses_a_folder_with_a_shard_cut_short(tmp_path: Path) -> None:
+    """By the name of the shard, before any process starts; doctor says that the whole folder is well."""
+    folder = tiny_folder(tmp_path / "tiny", shards=2)
+
+    good = headrace("doctor", "--json", "--model", str(folder), cwd=tmp_path)
+    shard = next(folder.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    bad = headrace("up", "--model", str(folder), "--http", "127.0.0.1:0", cwd=tmp_path)
+
+    assert {c["name"]: c["verdict"] for c in json.loads(good.stdout)}["model"] == "ok"
+    assert bad.returncode == 1
+    assert str(shard) in bad.stderr and "truncated" in bad.stderr
+    assert "Traceback" not in bad.stderr
 
 
 def test_up_waits_for_an_absent_bus_as_long_as_documented_and_then_fails(tmp_path: Path) -> None:

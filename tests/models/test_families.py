@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -16,11 +18,13 @@ import torch
 from engine.plan import Row
 from engine.sequence import Key
 from engine.torch_runner import TorchRunner
+from models.gguf import GgufFile
+from models.gguf_tokenizer import read_gguf_tokenizer
 from models.text import load_text
 from schemas.record import Sampling
 from tests.models.files import ROOT
 from tests.models.gguf_models import write_pair
-from tests.models.oracle import CASES
+from tests.models.oracle import CASES, TEXTS
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 BOUND = 1e-4
@@ -90,7 +94,7 @@ def test_a_gguf_file_with_all_kinds_of_weights_gives_the_logits_of_transformers(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["llama-f32", "llama3-rope-bf16", "qwen2-f32", "qwen3-f32"])
 def test_a_folders_tokenizer_gives_the_ids_of_transformers(name: str, oracle: Path) -> None:
-    """Raw prompts, and chats by the template; two end ids from the configuration and the tokenizer's own."""
+    """Raw prompts, and chats by the template; two end ids from the configuration."""
     want = json.loads((oracle / "tokens.json").read_text())[name]
 
     text = load_text(oracle / name)
@@ -100,8 +104,40 @@ def test_a_folders_tokenizer_gives_the_ids_of_transformers(name: str, oracle: Pa
     for messages, rendered, ids in want["chats"]:
         assert text.template.render_text(messages) == rendered
         assert text.chat_ids(messages) == ids
-    own = text.tokenizer.eos_id
-    assert own is not None and text.eos_ids == {7, 9, own}
+    assert text.tokenizer.eos_id is not None and text.eos_ids == {7, 9}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "pre"), [("llama-f32", "llama-bpe"), ("qwen2-f32", "qwen2")])
+def test_the_same_vocabulary_in_a_gguf_file_gives_the_same_ids(
+    name: str, pre: str, oracle: Path, tmp_path: Path
+) -> None:
+    """The splits that `tokenizer.ggml.pre` names are those that the folder's tokenizer.json spells out."""
+    described = json.loads((oracle / name / "tokenizer.json").read_text())
+    tokens = dict(described["model"]["vocab"]) | {t["content"]: t["id"] for t in described["added_tokens"]}
+    kinds = {t["id"]: 3 if t["special"] else 4 for t in described["added_tokens"]}
+    writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(tokens, key=lambda text: tokens[text]))
+    writer.add_token_types([kinds.get(i, 1) for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in described["model"]["merges"]])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    rng = random.Random(4)
+    alphabet = "ab eE'sStT 12345\n\r\t.,!?-_()é\u0301漢字ßşЖ😀\u00a0<|>"
+    lines = [*TEXTS, *("".join(rng.choices(alphabet, k=40)) for _ in range(500))]
+
+    with GgufFile(tmp_path / "vocab.gguf") as file:
+        ours = read_gguf_tokenizer(file)
+    theirs = load_text(oracle / name).tokenizer
+
+    for line in lines:
+        for special in (False, True):
+            assert ours.encode(line, special) == theirs.encode(line, special), line
+    assert [ours.token_bytes(i) for i in range(len(tokens))] == [theirs.token_bytes(i) for i in range(len(tokens))]
 
 
 @pytest.mark.slow

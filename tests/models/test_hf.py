@@ -310,13 +310,18 @@ def test_old_and_new_spellings_of_the_rotary_embedding_mean_the_same(folder: Pat
         assert struct.unpack("<4f", factors.raw)[-1] == 8.0
 
 
-def test_end_ids_of_the_generation_configuration_come_first(folder: Path, tmp_path: Path) -> None:
-    """One id or several; the tokenizer's own is added on the text side."""
-    path = _copy(folder, tmp_path / "a", "generation_config.json", b'{"eos_token_id": [3, 5]}')
+def test_end_ids_are_those_of_the_first_file_that_has_any(folder: Path, tmp_path: Path) -> None:
+    """The generation configuration, the configuration, the tokenizer's end token: as transformers generates."""
+    without = json.dumps({k: v for k, v in CONFIG.items() if k != "eos_token_id"}).encode()
+    by_generation = _copy(folder, tmp_path / "a", "generation_config.json", b'{"eos_token_id": [3, 5]}')
+    by_tokenizer = _copy(folder, tmp_path / "b", "config.json", without)
 
-    with open_model(path) as source:
-        assert source.eos_ids == {3, 5}
-        assert source.text().eos_ids == {3, 5, 258}
+    for path, ids in ((by_generation, {3, 5}), (folder, {258}), (by_tokenizer, {258})):
+        with open_model(path) as source:
+            assert source.eos_ids == ids == source.text().eos_ids
+    (by_tokenizer / "tokenizer_config.json").unlink()
+    with open_model(by_tokenizer) as source:
+        assert source.eos_ids == frozenset()
 
 
 _JUNK = st.recursive(
