@@ -1,9 +1,13 @@
-.PHONY: run test lint bench chaos clean venv
+.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory chaos clean venv
 
 run:   ; @scripts/run.sh $(ARGS)
 test:  ; @scripts/test.sh $(ARGS)
 lint:  ; @scripts/lint.sh
 bench: ; @scripts/bench.sh $(ARGS)
+bench-engine:      ; @scripts/bench.sh engine $(ARGS)
+bench-peers:       ; @scripts/bench.sh peers $(ARGS)
+bench-speculation: ; @scripts/bench.sh speculation $(ARGS)
+bench-memory:      ; @scripts/bench.sh memory $(ARGS)
 chaos: ; @scripts/chaos.sh $(ARGS)
 clean: ; @scripts/clean.sh
 venv:  ; @scripts/bootstrap.sh dev

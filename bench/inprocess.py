@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +12,10 @@ from typing import Any
 from engine.core import EngineCore
 from engine.live import StepResult
 from engine.plan import Runner
+from engine.real_runner import load_runner
 from engine.scheduler import Scheduler
 from engine.sequence import Key, Sequence
+from headrace.fetch import default_cache_dir
 from kvstore.block import BLOCK_TOKENS, num_blocks_for, root_hash
 from kvstore.pool import DEFAULT_DIRECTORY, BlockPool
 from schemas.record import Sampling
@@ -40,11 +41,10 @@ def make_runner(kind: str, model: Path, threads: int) -> Any:
         ValueError: if there is no such kind.
     """
     name, _, dtype = kind.partition(":")
-    if name == "native" and not dtype:
-        return importlib.import_module("engine.native_runner").NativeRunner(model, threads=threads)
-    if name == "torch":
-        return importlib.import_module("engine.torch_runner").TorchRunner(model, dtype or "bfloat16", threads)
-    raise ValueError(f"{kind!r} is not native or torch:DTYPE")
+    if name not in ("native", "torch") or (name == "native" and dtype):
+        raise ValueError(f"{kind!r} is not native or torch:DTYPE")
+    cache = default_cache_dir().parent  # as nodes have it, so that weights are packed once for both
+    return load_runner(model, engine=name, dtype=dtype or "auto", threads=threads, cache=cache)
 
 
 @dataclass(frozen=True, slots=True)

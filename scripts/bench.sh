@@ -1,6 +1,15 @@
 #!/usr/bin/env bash
-# Measure the whole system over HTTP; the last line is one JSON object.
+# Measure; the last line is one JSON object. Usage: scripts/bench.sh [engine|peers|speculation|memory] [options]
+# Without a name: the whole system over HTTP. `peers` installs the other servers on its first run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh dev
-exec .venv/bin/python -m bench "$@"
+module=bench
+case "${1:-}" in
+engine | peers | speculation | memory)
+    module="bench.$1"
+    shift
+    ;;
+esac
+if [ "$module" = bench.peers ]; then scripts/peers.sh; fi
+exec .venv/bin/python -m "$module" "$@"
