@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from engine.cores import CoreShare, useful_threads
 from engine.model_runner import ModelRunner
 from engine.plan import BatchPlan, Row, Sampled
 from kernels.sampling.native import sample
@@ -22,14 +23,16 @@ _PAGE = 4096
 class NativeRunner(ModelRunner):
     """The fast runner on a CPU: packed weights, 16-bit activations, bfloat16 KV, every sum in a fixed order."""
 
-    def __init__(self, model_path: Path, threads: int = 1, cache: Path | None = None, looks: int = 1500) -> None:
+    def __init__(
+        self, model_path: Path, threads: int = 1, cache: Path | None = None, cores: CoreShare | None = None
+    ) -> None:
         """Load a model.
 
         Args:
             model_path: a GGUF file or a Hugging Face folder of a supported family.
             threads: of this process's team. Results do not depend on it.
             cache: directory of packed weights; None packs into this process's own memory.
-            looks: how often a waiting thread looks before it sleeps.
+            cores: what the engines of this machine share; None: all threads in every step.
 
         Raises:
             ModelFileError: the file is corrupt or not supported.
@@ -41,7 +44,10 @@ class NativeRunner(ModelRunner):
             weights = packed.load(source.config, functools.partial(_tensor, source), identity, cache)
             self.config = source.config
             self.eos_ids = source.eos_ids
-        self._model = NativeTransformer(self.config, weights, threads, looks)
+        self._model = NativeTransformer(self.config, weights, threads)
+        self._threads = threads
+        self._cores = cores
+        self._weight_nbytes = weights.nbytes
         config = self.config
         self.vocab_size = config.vocab_size
         self.max_context = self._model.max_context
@@ -65,7 +71,15 @@ class NativeRunner(ModelRunner):
     def logits(self, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
         """Compute rows, write their KV; return float32 logits `[sum of num_wanted, vocab]`, valid until the next."""
         assert self._pool is not None, "bind a pool first"
-        return self._model.forward(rows, int(self._pool.ctypes.data), [row.num_wanted for row in rows])
+        threads = useful_threads(self._threads, sum(len(row.ids) for row in rows), self._weight_nbytes)
+        if self._cores is not None:
+            threads = self._cores.take(threads)
+        try:
+            wanted = [row.num_wanted for row in rows]
+            return self._model.forward(rows, int(self._pool.ctypes.data), wanted, threads)
+        finally:
+            if self._cores is not None:
+                self._cores.give_back()
 
     def execute(self, plan: BatchPlan) -> list[Sampled]:
         """Compute one step; returns what `Row` asks for, in the order of rows."""
@@ -89,6 +103,8 @@ class NativeRunner(ModelRunner):
         """Let go of the pool, so that its map can be closed, and end the threads."""
         self._pool = None
         self._model.close()
+        if self._cores is not None:
+            self._cores.close()
 
 
 def _tensor(source: ModelSource, name: str) -> tuple[str, packed.Bytes, tuple[int, ...]]:

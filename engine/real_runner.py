@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
+from engine.cores import CoreShare
 from engine.model_runner import ModelRunner
 from kernels import registry
 from kernels.native import BuildError
@@ -32,7 +34,7 @@ def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Pa
         from models.packed import Unpackable
 
         try:
-            return NativeRunner(model, threads, cache)
+            return NativeRunner(model, threads, cache, _cores(threads))
         except (Unpackable, BuildError):
             if engine == "native":
                 raise
@@ -42,3 +44,13 @@ def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Pa
     from engine.torch_runner import TorchRunner
 
     return TorchRunner(model, "bfloat16" if dtype == "auto" else dtype, threads)
+
+
+def _cores(threads: int) -> CoreShare | None:
+    """Return the share of this machine's cores; None where a single thread needs none."""
+    if threads == 1:
+        return None
+    try:
+        return CoreShare(Path(tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}", len(os.sched_getaffinity(0)))
+    except OSError:
+        return None

@@ -117,13 +117,16 @@ class NativeTransformer:
         """Address of the threads, for other ops of the same step."""
         return int(self._library.hr_decoder_team(self._decoder))
 
-    def forward(self, runs: Sequence[Run], pool: int, wanted: Sequence[int]) -> npt.NDArray[np.float32]:
+    def forward(
+        self, runs: Sequence[Run], pool: int, wanted: Sequence[int], threads: int | None = None
+    ) -> npt.NDArray[np.float32]:
         """Compute runs, write their keys and values, and return logits.
 
         Args:
             runs: at most one per sequence; ids inside the vocabulary, positions inside the context.
             pool: address of the first block.
             wanted: for each run, of how many of its last tokens logits are asked for.
+            threads: how many of the team compute this step; None: all.
 
         Returns:
             float32 `[sum(wanted), vocab]`, valid until the next call.
@@ -146,6 +149,7 @@ class NativeTransformer:
             _POINTER(ids.ctypes.data),
             _POINTER(pool),
             _POINTER(self._logits.ctypes.data),
+            threads or self.threads,
         )
         return self._logits[:rows]
 

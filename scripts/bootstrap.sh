@@ -50,6 +50,6 @@ if ! .venv/bin/python -c 'import sys; from kernels.native.build import find_comp
     echo "    no C++ compiler on this machine: installing one into .venv"
     .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt ziglang || true
 fi
-.venv/bin/python -m kernels.native.build || echo "    going on with the kernels in torch, which are slower"
+.venv/bin/python -m kernels.native || echo "    going on with the kernels in torch, which are slower"
 stamp_of "$name" >".venv/.headrace-stamp-$name"
 echo "==> installed"

@@ -363,7 +363,7 @@ inline void linear(Team& team, const Packed& w, const float* x, int64_t rows, fl
     std::vector<int32_t> words(static_cast<size_t>(activation_words(rows, w.inputs)));
     const Activations a = shape_for(w, rows, words.data());
     parallel(team, rows, [&](int64_t row) { quantize_row(x + row * w.inputs, a, row); });
-    const Cut cut = cut_product(w, a, team.threads(), 1);
+    const Cut cut = cut_product(w, a, team.active(), 1);
     parallel(team, cut.pieces(), [&](int64_t piece) {
         product_piece(w, a, cut, piece, [&](int64_t tile, int64_t row, F value) {
             store(y + row * w.outputs + tile * LANES, value);

@@ -1,6 +1,6 @@
 """Builds the native kernels: one C++ unit, one shared library, once per source, compiler and CPU.
 
-`python -m kernels.native.build` is what the install runs; a process that finds no library builds it on first use. Any
+`python -m kernels.native` is what the install runs; a process that finds no library builds it on first use. Any
 of the compilers below will do; the last one is a Python package, for machines that have none.
 """
 
@@ -109,9 +109,3 @@ def _cpu() -> str:
         pass
     return f"{platform.machine()} {platform.processor()}"
 
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(f"{build()}\n")
-    except BuildError as problem:
-        sys.exit(f"native kernels: {problem}")

@@ -140,8 +140,8 @@ class Decoder {
     // Prepare `rows` of activations for a product: `fill(row, buffer)` returns the row's values.
     template <typename Fill> Activations prepare(int thread, int& phase, const Packed& w, int64_t rows, Fill fill) {
         float* buffer = normed_.data() + thread * widest();
-        if (rows <= FEW || team_.threads() == 1) {
-            int32_t* words = team_.threads() == 1 ? words_.data() : private_words_.data() + thread * private_stride();
+        if (rows <= FEW || team_.active() == 1) {
+            int32_t* words = team_.active() == 1 ? words_.data() : private_words_.data() + thread * private_stride();
             const Activations a = shape_for(w, rows, words);
             for (int64_t row = 0; row < rows; row++) quantize_row(fill(row, buffer), a, row);
             return a;
@@ -157,7 +157,7 @@ class Decoder {
     }
 
     template <typename Done> void multiply(int& phase, const Packed& w, const Activations& a, Done done) {
-        const Cut cut = cut_product(w, a, team_.threads(), 1);
+        const Cut cut = cut_product(w, a, team_.active(), 1);
         shared(phase, cut.pieces(), [&](int64_t piece) { product_piece(w, a, cut, piece, done); });
         team_.meet();
     }
@@ -189,7 +189,7 @@ class Decoder {
                 rms_norm_row(x_.data() + row * hidden, w.ffn_norm, hidden, m.eps, buffer);
                 return buffer;
             });
-            const Cut cut = cut_product(w.gate_up, a, team_.threads(), 2);
+            const Cut cut = cut_product(w.gate_up, a, team_.active(), 2);
             shared(phase, cut.pieces(), [&](int64_t piece) {
                 paired_piece(w.gate_up, a, cut, piece, [&](int64_t pair, int64_t row, F gate, F up) {
                     store(gated_.data() + row * m.ffn + pair * LANES, silu_mul(gate, up));
@@ -208,7 +208,7 @@ class Decoder {
             rms_norm_row(x_.data() + wanted_[i] * hidden, m.norm, hidden, m.eps, buffer);
             return buffer;
         });
-        const Cut cut = cut_product(m.head, a, team_.threads(), 1);
+        const Cut cut = cut_product(m.head, a, team_.active(), 1);
         shared(phase, cut.pieces(), [&](int64_t piece) {
             product_piece(m.head, a, cut, piece, [&](int64_t tile, int64_t row, F value) {
                 float* to = logits + row * m.vocab + tile * LANES;

@@ -70,7 +70,10 @@ void* hr_decoder_new(const Model* model, int threads, int looks) { return new De
 void hr_decoder_free(void* decoder) { delete static_cast<Decoder*>(decoder); }
 void* hr_decoder_team(void* decoder) { return &static_cast<Decoder*>(decoder)->team(); }
 
-void hr_decoder_step(void* decoder, const Run* runs, int num_runs, const int32_t* ids, uint16_t* pool, float* logits) {
+// On `threads` of the decoder's threads, also for what the team does after it.
+void hr_decoder_step(void* decoder, const Run* runs, int num_runs, const int32_t* ids, uint16_t* pool, float* logits,
+                     int threads) {
+    static_cast<Decoder*>(decoder)->team().set_active(threads);
     static_cast<Decoder*>(decoder)->step(runs, num_runs, ids, pool, logits);
 }
 }

@@ -31,40 +31,43 @@ inline void relax() {
 class Team {
   public:
     // `looks`: how often a waiting thread looks before it sleeps.
-    explicit Team(int threads, int looks = 1500) : threads_(std::max(1, threads)), looks_(looks) {
+    explicit Team(int threads, int looks = 1500)
+        : threads_(std::max(1, threads)), looks_(looks), active_(threads_), calls_(static_cast<size_t>(threads_)) {
         for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {
         stopping_ = true;
-        job_.fetch_add(1);
-        job_.notify_all();
+        active_ = threads_;
+        call();
         for (auto& worker : workers_) worker.join();
     }
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
+    // How many threads take part in jobs, the caller's included.
+    int active() const { return active_; }
     int threads() const { return threads_; }
+    void set_active(int n) { active_ = std::clamp(n, 1, threads_); }
 
-    // Call fn(thread) once on every thread of the team, the caller's included; returns when all are done.
+    // Call fn(thread) once on every active thread, the caller's included; returns when all are done.
     template <typename Fn> void run(Fn&& fn) {
-        if (threads_ == 1) {
+        if (active_ == 1) {
             fn(0);
             return;
         }
         std::function<void(int)> body = std::ref(fn);
         body_ = &body;
         done_.store(0, std::memory_order_relaxed);
-        job_.fetch_add(1, std::memory_order_release);
-        job_.notify_all();
+        call();
         fn(0);
-        wait([&] { return done_.load(std::memory_order_acquire) == static_cast<uint32_t>(threads_ - 1); }, done_);
+        wait([&] { return done_.load(std::memory_order_acquire) == static_cast<uint32_t>(active_ - 1); }, done_);
     }
 
-    // All threads of a job meet here. What was written before is seen after.
+    // All active threads of a job meet here. What was written before is seen after.
     void meet() {
-        if (threads_ == 1) return;
+        if (active_ == 1) return;
         const uint32_t round = round_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(active_)) {
             arrived_.store(0, std::memory_order_relaxed);
             round_.fetch_add(1, std::memory_order_release);
             round_.notify_all();
@@ -74,6 +77,10 @@ class Team {
     }
 
   private:
+    struct alignas(64) Call {
+        std::atomic<uint32_t> number{0};
+    };
+
     template <typename Ready> void wait(Ready ready, std::atomic<uint32_t>& word) {
         for (int i = 0; i < looks_; i++) {
             if (ready()) return;
@@ -86,11 +93,20 @@ class Team {
         }
     }
 
+    // Only those who take part are woken.
+    void call() {
+        for (int i = 1; i < active_; i++) {
+            calls_[i].number.fetch_add(1, std::memory_order_release);
+            calls_[i].number.notify_one();
+        }
+    }
+
     void serve(int index) {
+        std::atomic<uint32_t>& mine = calls_[index].number;
         uint32_t last = 0;
         while (true) {
-            wait([&] { return job_.load(std::memory_order_acquire) != last; }, job_);
-            last = job_.load(std::memory_order_acquire);
+            wait([&] { return mine.load(std::memory_order_acquire) != last; }, mine);
+            last = mine.load(std::memory_order_acquire);
             if (stopping_) return;
             (*body_)(index);
             done_.fetch_add(1, std::memory_order_release);
@@ -100,9 +116,11 @@ class Team {
 
     const int threads_;
     const int looks_;
+    int active_;
     std::vector<std::thread> workers_;
+    std::vector<Call> calls_;
     std::function<void(int)>* body_ = nullptr;
-    std::atomic<uint32_t> job_{0}, done_{0}, arrived_{0}, round_{0};
+    std::atomic<uint32_t> done_{0}, arrived_{0}, round_{0};
     std::atomic<bool> stopping_{false};
 };
 
@@ -118,7 +136,7 @@ class Pieces {
 
 // Call fn(piece) for pieces 0 … n-1 on the team's threads.
 template <typename Fn> void parallel(Team& team, int64_t n, Fn fn) {
-    if (team.threads() == 1 || n <= 1) {
+    if (team.active() == 1 || n <= 1) {
         for (int64_t i = 0; i < n; i++) fn(i);
         return;
     }
