@@ -15,6 +15,7 @@ from engine.live import (
     NeverFits,
     Outcome,
     StepResult,
+    check_ids,
     check_sequence,
     end_reason,
     make_row,
@@ -25,6 +26,8 @@ from engine.planner import Planner
 from engine.roster import Roster
 from engine.scheduler import Decision, Scheduler
 from engine.sequence import Key, Phase, Sequence
+from engine.speculation.drafter import Drafter, Wish
+from engine.speculation.speculator import MAX_DRAFT, Speculator
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
 from kvstore.pool import BlockPool
 from schemas.errors import BadRequest, Overloaded
@@ -54,6 +57,8 @@ class EngineCore:
         max_waiting: int = 4096,
         cache_outputs: bool = False,
         parking_tokens: int = 0,
+        drafter: Drafter | None = None,
+        max_draft: int = MAX_DRAFT,
     ) -> None:
         """Bind the runner to the pool.
 
@@ -68,6 +73,8 @@ class EngineCore:
             cache_outputs: also keep blocks that decode wrote for later prompts. Off by default: a prompt that meets
                 them must get the same bits as if it had computed them itself, which not every runner can promise.
             parking_tokens: tokens whose KV can be kept in host memory for preempted sequences.
+            drafter: guesses ids ahead where that pays; without one nothing is guessed.
+            max_draft: most ids guessed per sequence and step, 1 to 8.
         """
         self.runner = runner
         self.pool = pool
@@ -85,11 +92,12 @@ class EngineCore:
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
         self._counts: dict[str, float] = dict.fromkeys(
             "steps tokens items preempted preempted_recompute preempted_parked parked_bytes failed crashes aborted "
-            "prompt_tokens cached_tokens".split(),
+            "prompt_tokens cached_tokens drafted accepted".split(),
             0,
         )
         self._planner = Planner(scheduler, pool, self._roster, self._lent, self._parking, self._counts)
         self.costs = self._planner.costs
+        self._speculator = None if drafter is None else Speculator(drafter, self.costs, now, max_draft)
         runner.bind(pool.view(), pool.num_blocks)
 
     # --- commands: sequences that are computed here ------------------------------------------------
@@ -267,7 +275,8 @@ class EngineCore:
         started = self.now()
         ended = self._expire()
         decision = self._planner.schedule()
-        rows = [make_row(self._roster.live[seq.key], count) for seq, count, _ in decision.grants]
+        drafts = self._drafts(decision)
+        rows = [make_row(self._roster.live[seq.key], n, drafts.get(seq.key, ())) for seq, n, _ in decision.grants]
         sampled, crash = self._execute(rows)
         outcome = self._commit(rows, sampled, crash)
         return self._emit(decision, rows, outcome, ended, crash, started)
@@ -289,6 +298,32 @@ class EngineCore:
             ended.append((live.seq.key, "expired"))
         return ended
 
+    def _drafts(self, decision: Decision) -> dict[Key, list[int]]:
+        """Return guessed ids for sequences of a step of decodes alone, and see that they have room."""
+        if self._speculator is None or any(n > 1 or seq.handoff for seq, n, _ in decision.grants):
+            return {}
+        spare = self.scheduler.token_budget - len(decision.grants)
+        share = min(self._speculator.max_draft, spare // max(1, len(decision.grants)))
+        if share <= 0:
+            return {}
+        base, wishes = Work(0, 0), []
+        for seq, _, _ in decision.grants:
+            base = base.plus(run_work(seq.num_computed, 1))
+            # One id comes without a guess.
+            room = min(seq.sampling.max_tokens - len(seq.outputs) - 1, self.max_context - seq.num_tokens)
+            wishes.append(Wish(seq.key, self._roster.live[seq.key].context, min(share, room)))
+        drafts = self._speculator.propose(wishes, base)
+        for key, ids in drafts.items():
+            seq = self._roster.live[key].seq
+            missing = num_blocks_for(seq.num_tokens + len(ids)) - len(seq.blocks)
+            if missing > 0:
+                # Never the last blocks: guesses must not cost anybody his place.
+                if self.pool.can_allocate(missing + len(self._roster.running)):
+                    seq.blocks += self.pool.allocate(missing)
+                else:
+                    del ids[len(seq.blocks) * BLOCK_TOKENS - seq.num_tokens :]
+        return {key: ids for key, ids in drafts.items() if ids}
+
     def _execute(self, rows: list[Row]) -> tuple[list[Sampled], str | None]:
         if not rows:
             return [], None
@@ -303,7 +338,12 @@ class EngineCore:
         work = Work(0, 0)
         for row in rows:
             work = work.plus(run_work(row.start, len(row.ids)))
-        self.costs.observe(work, self.now() - started)
+        took = self.now() - started
+        self.costs.observe(work, took)
+        if self._speculator is not None and all(len(row.ids) == 1 + len(row.draft) for row in rows):
+            drafted, accepted = self._speculator.settle(rows, sampled, took)
+            self._counts["drafted"] += drafted
+            self._counts["accepted"] += accepted
         return sampled, None
 
     def _commit(self, rows: list[Row], sampled: list[Sampled], crash: str | None) -> Outcome:
@@ -315,28 +355,23 @@ class EngineCore:
         for row in rows:
             live = self._roster.live[row.key]
             seq, got = live.seq, by_key.get(row.key, [])
-            wanted = len(row.choices) if row.sample else 0
-            error = crash or next((one.error for one in got if one.error is not None), None)
-            if error is None and len(got) != wanted:
-                error = f"the runner chose {len(got)} ids where {wanted} were wanted"
+            error = crash or next((one.error for one in got if one.error is not None), None) or check_ids(row, got)
             if error is not None:
                 out.failed.append((live, error))
                 continue
             was_prefilling = live.prefilling
-            seq.num_computed += len(row.ids)
+            # Of a guessed part only what was right stays computed: all but the last of the ids chosen.
+            seq.num_computed += len(row.ids) if not row.draft else len(got)
+            reason = None if seq.handoff else self._extend(live, got)
             self._publish(live)
             if was_prefilling and not live.prefilling:
                 self._offer(live)
-            if not wanted:
+            if not row.sample:
                 continue
             out.items.extend(got)
             if seq.handoff:
                 out.held.append(live)
-                continue
-            seq.outputs.append(got[0].id)
-            live.context.append(got[0].id)
-            reason = self._end_reason(live)
-            if reason is not None:
+            elif reason is not None:
                 out.ended.append((live, reason))
         return out
 
@@ -384,6 +419,18 @@ class EngineCore:
             crash=crash,
         )
 
+    def _extend(self, live: Live, got: list[Sampled]) -> str | None:
+        """Append ids one by one; those behind an end are dropped from `got`. Returns why it ended, if it did."""
+        for at, one in enumerate(got):
+            live.seq.outputs.append(one.id)
+            live.context.append(one.id)
+            reason = self._end_reason(live)
+            if reason is not None:
+                live.seq.num_computed -= len(got) - at - 1
+                del got[at + 1 :]
+                return reason
+        return None
+
     # --- parts -------------------------------------------------------------------------------------
 
     def _check(self, seq: Sequence) -> None:
@@ -430,6 +477,8 @@ class EngineCore:
         seq = live.seq
         self._roster.leave(live)
         self._parking.drop(seq.key)
+        if self._speculator is not None:
+            self._speculator.forget(seq.key)
         self.abandon_load(seq.key, writer=writer)
         if seq.phase is Phase.HELD:
             self._lent.give_back(seq.blocks, writer)

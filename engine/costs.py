@@ -90,8 +90,12 @@ class StepCosts:
         """Return the seconds of a step, or None before anything is known."""
         if not self.known:
             return None
-        size = self._sizes.get(_size_of(work.tokens))
-        return self._line(work) * (1.0 if size is None else size.factor)
+        number = _size_of(work.tokens)
+        size = self._sizes.get(number)
+        if size is None:
+            # What the nearest size is off the line, this one probably is as well.
+            size = self._sizes[min(self._sizes, key=lambda other: abs(other - number))]
+        return self._line(work) * size.factor
 
     def extra(self, base: Work, more: Work) -> float | None:
         """Return what `more` adds to a step, in seconds; never negative."""

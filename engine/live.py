@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,14 +96,14 @@ def end_reason(seq: Sequence, eos_ids: frozenset[int], max_context: int) -> str 
     return "length" if full else None
 
 
-def make_row(live: Live, count: int) -> Row:
-    """Return the part of a step that computes `count` more tokens of a sequence."""
+def make_row(live: Live, count: int, draft: Listing[int] = ()) -> Row:
+    """Return the part of a step that computes `count` more tokens of a sequence, and guessed ids behind them."""
     seq, context = live.seq, live.context
     start, first = seq.num_computed, seq.key.choice
     end = start + count
     return Row(
         key=seq.key,
-        ids=context[start:end],
+        ids=context[start:end] + list(draft),
         start=start,
         prompt_len=len(seq.prompt_ids),
         blocks=seq.blocks,
@@ -111,7 +112,22 @@ def make_row(live: Live, count: int) -> Row:
         choices=tuple(range(first, first + seq.num_first)) if seq.handoff else (first,),
         sampling=seq.sampling,
         context=context,
+        draft=list(draft),
     )
+
+
+def check_ids(row: Row, got: Listing[Sampled]) -> str | None:
+    """Return what is wrong with the ids that a runner chose for a row, if anything."""
+    if not row.draft:
+        wanted = len(row.choices) if row.sample else 0
+        return None if len(got) == wanted else f"the runner chose {len(got)} ids where {wanted} were wanted"
+    if not 1 <= len(got) <= row.num_wanted:
+        return f"the runner chose {len(got)} ids where 1 to {row.num_wanted} were wanted"
+    if [one.index for one in got] != list(range(row.index, row.index + len(got))):
+        return "the runner chose ids out of turn"
+    if [one.id for one in got[:-1]] != row.draft[: len(got) - 1]:
+        return "the runner went on behind a wrong guess"
+    return None
 
 
 class Outcome(NamedTuple):
