@@ -29,6 +29,7 @@ from models.text import load_text
 
 CATEGORIES = ("summarization", "translation")
 LOWEST = 0.98  # of the lower bound: guesses may cost 2 % at most
+FEWEST = 3  # pairs; of fewer, the interval says nothing
 RESAMPLES = 4000
 LONGEST_PROMPT = 1900  # tokens; the model's window less the answer
 
@@ -127,7 +128,8 @@ def summary(category: str, streams: int, pairs: Sequence[Pair]) -> dict[str, Any
         "category": category, "streams": streams, "pairs": len(pairs), "tokens": tokens,
         "tokens_per_s_without": round(tokens / sum(p.plain_s for p in pairs), 1),
         "tokens_per_s_with": round(tokens / sum(p.guessing_s for p in pairs), 1),
-        "ratio": round(value, 4), "low": round(low, 4), "high": round(high, 4), "met": low >= LOWEST,
+        "ratio": round(value, 4), "low": round(low, 4), "high": round(high, 4),
+        "met": len(pairs) >= FEWEST and low >= LOWEST,
         "drafted": drafted, "accepted": accepted, "differing": sum(p.differing for p in pairs),
     }  # fmt: skip
 
@@ -154,7 +156,7 @@ def main() -> int:
     parser.add_argument("--categories", type=lambda s: tuple(s.split(",")), default=CATEGORIES)
     parser.add_argument("--streams", type=lambda s: tuple(map(int, s.split(","))), default=(1, 16))
     parser.add_argument("--singles", type=int, default=24, help="prompts per category that run one at a time")
-    parser.add_argument("--groups", type=int, default=4, help="groups per category that run at once")
+    parser.add_argument("--groups", type=int, default=5, help="groups per category that run at once")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of each request")
     args = parser.parse_args()
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from bench.inprocess import Engine, EngineFailed, Request, Shape
 from engine.plan import Runner
 from engine.sequence import Key, Sequence
+from engine.speculation.lookup import PromptLookup
 from kvstore.block import num_blocks_for
 from schemas.record import Sampling
 
@@ -91,6 +92,7 @@ class Checker:
             "preempted": self.preempted,
             "preempted_with_parking": lambda: self.preempted(parking_tokens=8192),
             "prefilled_again": self.prefilled_again,
+            "guessed": self.guessed,
             "handed_over": self.handed_over,
         }
 
@@ -159,6 +161,19 @@ class Checker:
         with Engine(self._runner, Shape(max_running=16), longest=self._longest) as engine:
             got = engine.run(resumed)
         return self.compare(got, began, {"outputs_given": sum(len(r.outputs) for r in resumed)})
+
+    def guessed(self) -> Found:
+        """Run with ids guessed ahead from prompt and answer."""
+        began = time.monotonic()
+        with Engine(
+            self._runner, Shape(max_running=4), longest=self._longest, drafter=PromptLookup()
+        ) as engine:  # few at once: guesses pay less in large batches, and stop
+            got = engine.run(self._requests)
+            counts = engine.statistics
+        if counts["drafted_total"] == 0:
+            raise NotProvoked("nothing was guessed")
+        facts = {"guessed": int(counts["drafted_total"]), "right": int(counts["accepted_total"])}
+        return self.compare(got, began, facts)
 
     def handed_over(self) -> Found:
         """Compute prompts in one engine, copy their blocks into another one, and decode there."""
