@@ -22,6 +22,8 @@ from engine.loop import EngineThread
 from engine.plan import Runner
 from engine.scheduler import Scheduler
 from engine.sequence import Key
+from engine.speculation.drafter import Drafter
+from engine.speculation.speculator import MAX_DRAFT
 from kvstore.block import BLOCK_TOKENS, root_hash
 from kvstore.pool import BlockPool
 from runtime.actor import Actor, Context
@@ -44,6 +46,7 @@ class EngineActor(Actor):
     Args:
         role: `prefill`, `decode` or `both`; any engine can do everything, the role tells placement what to ask.
         make_runner: called in the engine's thread; loads the model.
+        make_drafter: called there too, with the runner; returns what guesses ids ahead, if anything.
         directory, prefix: where the pool's file lies and how its name begins.
     """
 
@@ -59,6 +62,8 @@ class EngineActor(Actor):
         token_budget: int,
         max_running: int,
         parking_tokens: int = 0,
+        make_drafter: Callable[[Runner], Drafter | None] | None = None,
+        max_draft: int = MAX_DRAFT,
     ) -> None:
         super().__init__(context)
         self.role = role
@@ -69,6 +74,8 @@ class EngineActor(Actor):
         self._token_budget = token_budget
         self._max_running = max_running
         self._parking_tokens = parking_tokens
+        self._make_drafter = make_drafter
+        self._max_draft = max_draft
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread: EngineThread | None = None
         self.pool: BlockPool | None = None
@@ -118,6 +125,8 @@ class EngineActor(Actor):
             now=self.clock.now,
             wall=self.clock.wall,
             parking_tokens=self._parking_tokens,
+            drafter=None if self._make_drafter is None else self._make_drafter(runner),
+            max_draft=self._max_draft,
         )
         runner.warm_up()
         return core

@@ -17,6 +17,7 @@ from schemas.settings import Settings
 
 if TYPE_CHECKING:
     from engine.plan import Runner
+    from engine.speculation.drafter import Drafter
     from models.text import ModelText
     from runtime.actor import Actor, Context
     from runtime.clock import Clock
@@ -170,6 +171,8 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
         token_budget=settings.token_budget,
         max_running=settings.max_running,
         parking_tokens=settings.parking_tokens,
+        make_drafter=functools.partial(_drafter, parts),
+        max_draft=settings.draft_tokens,
     )
 
 
@@ -204,6 +207,36 @@ def _runner(parts: Parts) -> Runner:
         threads=threads_per_engine(parts.settings),
         cache=served.cache_root(parts.settings),
     )
+
+
+def _drafter(parts: Parts, runner: Runner) -> Drafter | None:
+    """Return what guesses ids for a real model, as set; called in the engine's thread.
+
+    Raises:
+        StartError: if the draft model has another vocabulary.
+    """
+    settings = parts.settings
+    if not settings.real_engine or settings.speculation == "off":
+        return None
+    if settings.speculation == "prompt-lookup":
+        from engine.speculation.lookup import PromptLookup
+
+        return PromptLookup()
+    from engine.real_runner import load_runner
+    from engine.speculation.model import ModelDrafter
+
+    small = load_runner(
+        Path(settings.draft_model),
+        engine=served.engine_kind(settings),
+        dtype=settings.dtype,
+        threads=threads_per_engine(settings),
+        cache=served.cache_root(settings),
+    )
+    if small.vocab_size != runner.vocab_size:
+        raise StartError(
+            f"--draft-model has {small.vocab_size} ids, the model {runner.vocab_size}: it cannot guess for it"
+        )
+    return ModelDrafter(small, settings.num_blocks)
 
 
 def null_pace(spec: str) -> dict[str, float]:

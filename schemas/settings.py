@@ -78,6 +78,11 @@ class Settings(BaseSettings):
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
     parking_tokens: int = Field(4096, ge=0, description="tokens of KV in host memory for preempted sequences; 0: none")
+    speculation: Literal["off", "prompt-lookup", "draft-model"] = Field(
+        "prompt-lookup", description="how ids are guessed ahead where it pays: off | prompt-lookup | draft-model"
+    )
+    draft_tokens: int = Field(8, ge=1, le=8, description="most ids guessed per sequence and step")
+    draft_model: str = Field("", description="path of the model that guesses, with the tokenizer of the one served")
     shm_dir: str = Field("/dev/shm", description="where pools are exported as files")
 
     # Time
@@ -118,6 +123,8 @@ class Settings(BaseSettings):
     def _runs_something(self) -> Settings:
         if self.both == 0 and self.decode == 0:
             raise ValueError("decode and both are 0: nothing could answer a request")
+        if (self.speculation == "draft-model") != bool(self.draft_model):
+            raise ValueError("speculation by draft-model and the path in draft_model belong together")
         return self
 
     @property

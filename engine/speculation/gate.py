@@ -15,7 +15,7 @@ from engine.costs import StepCosts, Work
 from engine.sequence import Key
 
 ALLOWANCE = 0.01  # of all step time
-FIRST_PURSE_S = 0.03
+FIRST_PURSE_S = 0.012
 MAX_PURSE_S = 0.2
 CAUTION = 1.15  # what guesses cost is taken as so much more: of estimates the lucky ones get chosen
 MARGIN = 0.02  # of a step: a smaller gain may be an error of the estimates

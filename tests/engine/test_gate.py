@@ -32,7 +32,7 @@ STEEP = Machine(0.001, 0.003)
 
 
 def simulate(
-    machine: Machine, rows: int, chance: float, *, steps: int = 3000, noise: float = 0.1, life: int = 200, seed: int = 1
+    machine: Machine, rows: int, chance: float, *, steps: int = 1500, noise: float = 0.1, life: int = 200, seed: int = 1
 ) -> tuple[float, float]:
     """Run sequences that end after `life` ids and are replaced; returns ids per second with and without guesses."""
     rng, costs = random.Random(seed), StepCosts()
@@ -73,8 +73,8 @@ def simulate(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SLOPED, FREE, STEEP], ids=["sloped", "free", "steep"])
-@pytest.mark.parametrize("rows", [1, 4, 16, 64])
-@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 0.8, 0.98])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.98])
 def test_it_never_costs_more_than_two_percent(machine: Machine, rows: int, chance: float) -> None:
     """Whatever the machine, the load and the chance of a guess."""
     with_guesses, without = simulate(machine, rows, chance)

@@ -145,3 +145,14 @@ def test_port_base_moves_the_http_port_unless_one_is_given() -> None:
 def test_an_ipv6_host_stands_in_brackets() -> None:
     """The last colon separates the port."""
     assert split_address("[::1]:8000") == ("::1", 8000)
+
+
+def test_a_draft_model_is_named_exactly_when_it_is_wanted() -> None:
+    """The choice and the path belong together."""
+    for flags in ({"speculation": "draft-model"}, {"draft_model": "/small.gguf"}):
+        with pytest.raises(SettingsError, match="belong together"):
+            load(flags, environ={})
+
+    loaded = load({"speculation": "draft-model", "draft_model": "/small.gguf"}, environ={})
+
+    assert loaded.settings.draft_model == "/small.gguf"
