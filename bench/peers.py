@@ -202,15 +202,15 @@ def _cells(ratio: dict[str, Any] | None) -> tuple[str, str, str, str]:
 def draw(result: dict[str, Any], png: Path, directory: Path) -> str:
     """Draw the figures with whichever of our own and the peers' environments has matplotlib; "" if none has."""
     png.parent.mkdir(parents=True, exist_ok=True)
-    for python in (sys.executable, str(directory / "vllm" / "bin" / "python")):
-        command = [python, str(ROOT / "bench" / "chart.py"), str(png)]
+    for python in (Path(sys.executable), *(directory / name / "bin" / "python" for name in ("vllm", "llamacpp"))):
+        command = [str(python), str(ROOT / "bench" / "chart.py"), str(png)]
         try:
             done = subprocess.run(command, input=json.dumps(result), text=True, capture_output=True, check=False)
         except OSError:
             continue
         if done.returncode == 0:
             return str(png)
-    print("no picture: neither environment has matplotlib (`pip install headrace[bench]`)")
+    print("no picture: no environment has matplotlib (`pip install headrace[bench]`)")
     return ""
 
 

