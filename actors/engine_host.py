@@ -18,6 +18,7 @@ from actors.prefill import Source
 from actors.prefix import PrefixStore
 from actors.work import Work, make_parts
 from engine.core import EngineCore, StepResult
+from engine.failures import error_of
 from engine.loop import EngineThread
 from engine.plan import Runner
 from engine.scheduler import Scheduler
@@ -28,7 +29,7 @@ from kvstore.block import BLOCK_TOKENS, root_hash
 from kvstore.pool import BlockPool
 from runtime.actor import Actor, Context
 from schemas import messages as m
-from schemas.errors import Cancelled, EngineFailed, HeadraceError, InternalError, ReplayMismatch, Unavailable
+from schemas.errors import Cancelled, HeadraceError, InternalError, ReplayMismatch, Unavailable
 from schemas.items import ACKS, ITEMS, ItemBatch, items_body, parse_acks
 from schemas.record import Fence
 from schemas.subjects import Ref
@@ -401,7 +402,7 @@ class EngineActor(Actor):
         for key, message in result.failed:
             work = self.works.get(key.request_id)
             if work is not None and work.error is None:
-                self.fail(work, EngineFailed(message))
+                self.fail(work, error_of(message))
         for key, sampled in result.held:
             work = self.works.get(key.request_id)
             if work is not None:

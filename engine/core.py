@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.costs import Work, run_work
+from engine.failures import NOT_NUMBERS
 from engine.lending import Lending
 from engine.live import (
     Candidate,
@@ -92,7 +93,7 @@ class EngineCore:
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
         self._counts: dict[str, float] = dict.fromkeys(
             "steps tokens items preempted preempted_recompute preempted_parked parked_bytes failed crashes aborted "
-            "prompt_tokens cached_tokens drafted accepted".split(),
+            "prompt_tokens cached_tokens drafted accepted nan_rows".split(),
             0,
         )
         self._planner = Planner(scheduler, pool, self._roster, self._lent, self._parking, self._counts)
@@ -357,6 +358,7 @@ class EngineCore:
             seq, got = live.seq, by_key.get(row.key, [])
             error = crash or next((one.error for one in got if one.error is not None), None) or check_ids(row, got)
             if error is not None:
+                self._counts["nan_rows"] += error == NOT_NUMBERS
                 out.failed.append((live, error))
                 continue
             was_prefilling = live.prefilling

@@ -15,6 +15,7 @@ HeadraceError
 ├── Cancelled                  499  the client left (never sent to it)
 ├── InternalError              500
 │   ├── EngineFailed           500  an engine could not compute this one sequence
+│   │   └── NotNumbers         500  the model's logits for it were not numbers
 │   └── ReplayMismatch         500  an id computed on replay differs from the one already sent
 ├── Unavailable                503  no live actor can take the work now
 │   └── BusUnavailable         503
@@ -161,6 +162,12 @@ class EngineFailed(InternalError):
     """Raised when an engine could not compute one sequence; its neighbours go on."""
 
     default_code = "engine_failed"
+
+
+class NotNumbers(EngineFailed):
+    """Raised when the model's logits for one sequence were not numbers; its neighbours go on."""
+
+    default_code = "logits_not_numbers"
 
 
 class ReplayMismatch(InternalError):
