@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the servers that `make bench-peers` compares with, each into a virtual environment of its own, and the model
 # in the form that they load. Done once; what is there already is left alone.
-# Usage: scripts/peers.sh [DIR]   (default: $HEADRACE_PEERS, else .headrace/peers; about 8 GB with vLLM)
+# Usage: scripts/peers.sh [DIR]   (default: $HEADRACE_PEERS, else .headrace/peers; about 4 GB with vLLM)
 # HEADRACE_PEERS_ONLY="llama" or "vllm" installs one of them. llama.cpp is compiled: about 20 minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
