@@ -140,12 +140,23 @@ def load(op: str, device: str = "cpu") -> ModuleType:
 def load_torch(op: str, device: str = "cpu") -> ModuleType:
     """Import and return what computes an op on torch tensors, for whoever runs without `native`: triton or reference.
 
+    Compiled kernels are not built for this.
+
     Raises:
         KeyError: no such op.
         KernelChoiceError: see `choose`.
     """
-    implementation = resolve(device)[op]
-    return _module(op, "reference" if implementation == "native" else implementation)
+    return _module(op, _resolve_torch(device)[op])
+
+
+@functools.cache
+def _resolve_torch(device: str) -> Mapping[str, str]:
+    def reason(op: str, implementation: str) -> str:
+        # Native gives way to the plain version below, so it is not asked whether it could be had.
+        return "" if implementation == "native" and device == "cpu" else why_not(op, implementation, device)
+
+    chosen = choose(os.environ.get(VARIABLE, ""), reason, device != "cpu")
+    return {op: "reference" if name == "native" else name for op, name in chosen.items()}
 
 
 def _module(op: str, implementation: str) -> ModuleType:
