@@ -56,7 +56,11 @@ def specs(args: argparse.Namespace) -> list[ServerSpec]:
 
 
 class Schedule:
-    """Which levels a repetition runs: all of them, but the heaviest only once, and none that would break the limit."""
+    """Which levels a repetition runs: all but the heaviest, which run once, and none that would break the limit.
+
+    Long prompts at many streams take the slowest peer minutes: at 16 streams they run in the first repetition, which
+    tells what more of them will cost, at 64 in the last.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._levels = [(tokens, streams) for tokens in args.prompts for streams in args.streams]
@@ -72,11 +76,11 @@ class Schedule:
             repetition: from 0.
             costs: seconds that each level took so far, summed over the servers; the unknown is scaled by its streams.
         """
-        heavy = {(t, s) for t, s in self._levels if t > 2 * targets.SHORT and s > 16}
-        last = repetition == self._repetitions - 1
+        last = self._repetitions - 1
+        only = {(t, s): 0 if s <= 16 else last for t, s in self._levels if t > 2 * targets.SHORT and s >= 16}
         out, left = [], self._limit_s - (time.monotonic() - self._began)
         for level in self._levels:
-            if level in heavy and not last:
+            if only.get(level, repetition) != repetition:
                 continue
             cost = costs.get(level) or max((costs[k] * level[1] / k[1] for k in costs if k[0] == level[0]), default=0.0)
             if cost > left:
