@@ -23,42 +23,76 @@ struct AttentionScratch {
     float most[MOST_ROWS], total[MOST_ROWS], fade[MOST_ROWS];
 };
 
-// Scores of ROWS rows with the 16 keys of a block.
-template <int ROWS>
-HEADRACE_INLINE void score_block(const uint16_t* keys, int64_t pairs, const int32_t* query, float* scores) {
-    F acc[ROWS];
+// With few rows, how many vectors beside each other keep the multipliers busy: a sum waits for its last product.
+template <int ROWS> constexpr int ABREAST = ROWS <= 3 ? 4 : ROWS <= 6 ? 2 : 1;
+
+// Scores of ROWS rows with the 16 keys of each of N blocks.
+template <int ROWS, int N>
+HEADRACE_INLINE void score_blocks(const uint16_t* const* keys, int64_t pairs, const int32_t* query, float* scores) {
+    F acc[N][ROWS];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) acc[r] = zero();
+        for (int r = 0; r < ROWS; r++) acc[n][r] = zero();
     for (int64_t i = 0; i < pairs; i++) {
-        const I k = iload(keys + i * 2 * BLOCK_TOKENS);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            const I k = iload(keys[n] + i * 2 * BLOCK_TOKENS);
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) acc[r] = dot2(acc[r], k, isplat(query[r * (MOST_DIM / 2) + i]));
+            for (int r = 0; r < ROWS; r++) acc[n][r] = dot2(acc[n][r], k, isplat(query[r * (MOST_DIM / 2) + i]));
+        }
     }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) store(scores + r * TILE_TOKENS, acc[r]);
+        for (int r = 0; r < ROWS; r++) store(scores + r * TILE_TOKENS + n * BLOCK_TOKENS, acc[n][r]);
 }
 
-// Fade what is there, and add 16 elements of the tile's values, weighted.
-template <int ROWS>
+// Fade what is there, and add 16 · N elements of the tile's values, weighted.
+template <int ROWS, int N>
 HEADRACE_INLINE void add_values(const uint16_t* const* values, int64_t dim, int64_t at, int64_t tokens,
                                 const int32_t* weights, const float* fade, float* out) {
-    F acc[ROWS];
+    F acc[N][ROWS];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) acc[r] = mul(load(out + r * MOST_DIM + at), splat(fade[r]));
+        for (int r = 0; r < ROWS; r++) acc[n][r] = mul(load(out + r * MOST_DIM + at + n * LANES), splat(fade[r]));
     const int64_t whole = tokens / 2;
     for (int64_t p = 0; p < whole; p++) {
-        const I v = iload(values[p / 8] + (p % 8 * dim + at) * 2);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            const I v = iload(values[p / 8] + (p % 8 * dim + at + n * LANES) * 2);
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) acc[r] = dot2(acc[r], v, isplat(weights[r * (TILE_TOKENS / 2) + p]));
+            for (int r = 0; r < ROWS; r++) acc[n][r] = dot2(acc[n][r], v, isplat(weights[r * (TILE_TOKENS / 2) + p]));
+        }
     }
     if (tokens % 2) {
         // The second token of the last pair is not there yet: whatever lies in its place must not count, not even by 0.
-        const I v = bit_and(iload(values[whole / 8] + (whole % 8 * dim + at) * 2), isplat(0xFFFF));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            const I v = bit_and(iload(values[whole / 8] + (whole % 8 * dim + at + n * LANES) * 2), isplat(0xFFFF));
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) acc[r] = dot2(acc[r], v, isplat(weights[r * (TILE_TOKENS / 2) + whole]));
+            for (int r = 0; r < ROWS; r++)
+                acc[n][r] = dot2(acc[n][r], v, isplat(weights[r * (TILE_TOKENS / 2) + whole]));
+        }
     }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) store(out + r * MOST_DIM + at, acc[r]);
+        for (int r = 0; r < ROWS; r++) store(out + r * MOST_DIM + at + n * LANES, acc[n][r]);
+}
+
+// 2^x for x <= 0, good to 2e-6; NaN stays NaN.
+HEADRACE_INLINE F decay(F x) {
+    x = max(splat(-150.0f), x);
+    const F n = round_even(x), r = sub(x, n);
+    F p = splat(1.3333558e-3f);
+    p = fma(p, r, splat(9.6181291e-3f));
+    p = fma(p, r, splat(5.5504109e-2f));
+    p = fma(p, r, splat(2.4022651e-1f));
+    p = fma(p, r, splat(6.9314718e-1f));
+    p = fma(p, r, splat(1.0f));
+    return mul(p, power_of_two(max(splat(-126.0f), n)));
 }
 
 // Where a sequence's keys and values of one layer lie.
@@ -76,84 +110,83 @@ struct Pages {
     }
 };
 
-// Ask for the keys and values of a tile's blocks. With few rows the time goes into waiting for them.
-inline void expect_tile(const Pages& pages, int64_t head, int64_t block, int64_t last_block) {
-    for (int64_t b = block; b < std::min(block + TILE_BLOCKS, last_block + 1); b++) {
-        const uint16_t *keys = pages.keys(b, head), *values = pages.values(b, head);
-        for (int64_t i = 0; i < BLOCK_TOKENS * pages.dim; i += 32) {
-            __builtin_prefetch(keys + i);
-            __builtin_prefetch(values + i);
-        }
+// Turn a row's scores for the tile that begins at `start` into weights, and keep its maximum, sum and fade up to date.
+HEADRACE_INLINE void weigh_tile(int64_t known, float scale, float* scores, int32_t* weights, float& most, F& total,
+                                float& fade) {
+    if (known <= 0) {
+        // The row ends before this tile: nothing of it changes.
+        fade = 1.0f;
+        for (int64_t i = 0; i < TILE_TOKENS / 2; i += LANES) istore(weights + i, izero());
+        return;
+    }
+    const F low = splat(-std::numeric_limits<float>::infinity());
+    F x[TILE_BLOCKS], top = low;
+    for (int b = 0; b < TILE_BLOCKS; b++) {
+        const int left = static_cast<int>(std::min<int64_t>(known - b * BLOCK_TOKENS, LANES));
+        x[b] = mul(load(scores + b * BLOCK_TOKENS), splat(scale));
+        if (left < LANES) x[b] = keep_first(x[b], left, low);
+        top = max(top, x[b]);
+    }
+    const float highest_yet = std::max(most, highest(top));
+    fade = highest_yet == most ? 1.0f : std::exp2(most - highest_yet);  // 0 in the first tile
+    most = highest_yet;
+    total = mul(total, splat(fade));
+    for (int b = 0; b < TILE_BLOCKS; b++) {
+        const F p = decay(sub(x[b], splat(most)));
+        total = add(total, p);
+#if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + b * BLOCK_TOKENS / 2), (__m256i)_mm512_cvtneps_pbh(p));
+#else
+        alignas(64) float lanes[LANES];
+        uint16_t rounded[LANES];
+        store(lanes, p);
+        for (int i = 0; i < LANES; i++) rounded[i] = to_bf16(lanes[i]);
+        std::memcpy(weights + b * BLOCK_TOKENS / 2, rounded, sizeof rounded);
+#endif
     }
 }
 
 template <int ROWS>
 inline void attend_rows(const Pages& pages, int64_t head, const int64_t* positions, float scale, AttentionScratch& s) {
+    constexpr int N = ABREAST<ROWS>;
+    F totals[ROWS];
     int64_t last = 0;
     for (int r = 0; r < ROWS; r++) {
         last = std::max(last, positions[r]);
         s.most[r] = -std::numeric_limits<float>::infinity();
-        s.total[r] = 0.0f;
+        totals[r] = zero();
         for (int64_t i = 0; i < pages.dim; i += LANES) store(s.out + r * MOST_DIM + i, zero());
     }
-    const F low = splat(-std::numeric_limits<float>::infinity());
     for (int64_t start = 0; start <= last; start += TILE_TOKENS) {
         const int64_t tokens = std::min(TILE_TOKENS, last + 1 - start);
-        const int64_t num_blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-        const uint16_t* values[TILE_BLOCKS];
-        if constexpr (ROWS <= MOST_ROWS / 2) {
-            if (start == 0) expect_tile(pages, head, 0, last / BLOCK_TOKENS);
-            expect_tile(pages, head, start / BLOCK_TOKENS + TILE_BLOCKS, last / BLOCK_TOKENS);
+        const int num_blocks = static_cast<int>((tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS);
+        const uint16_t *keys[TILE_BLOCKS], *values[TILE_BLOCKS];
+        for (int b = 0; b < num_blocks; b++) {
+            keys[b] = pages.keys(start / BLOCK_TOKENS + b, head);
+            values[b] = pages.values(start / BLOCK_TOKENS + b, head);
         }
-        for (int64_t b = 0; b < num_blocks; b++) {
-            const int64_t block = start / BLOCK_TOKENS + b;
-            values[b] = pages.values(block, head);
-            score_block<ROWS>(pages.keys(block, head), pages.dim / 2, s.query, s.scores + b * BLOCK_TOKENS);
-        }
-        for (int r = 0; r < ROWS; r++) {
-            float* scores = s.scores + r * TILE_TOKENS;
-            const int64_t known = positions[r] + 1 - start;  // keys of this tile that the row may see
-            if (known <= 0) {
-                // The row ends before this tile: nothing of it changes.
-                s.fade[r] = 1.0f;
-                for (int64_t i = 0; i < TILE_TOKENS / 2; i += LANES) istore(s.weights + r * (TILE_TOKENS / 2) + i, izero());
-                continue;
-            }
-            F x[TILE_BLOCKS], top = low;
-            for (int b = 0; b < TILE_BLOCKS; b++) {
-                const int left = static_cast<int>(std::min<int64_t>(known - b * BLOCK_TOKENS, LANES));
-                x[b] = left <= 0 ? low : keep_first(mul(load(scores + b * BLOCK_TOKENS), splat(scale)), left, low);
-                top = max(top, x[b]);
-            }
-            const float most = std::max(s.most[r], highest(top));
-            s.fade[r] = s.total[r] == 0.0f ? 0.0f : std::exp(s.most[r] - most);
-            F total = zero();
-            int32_t* weights = s.weights + r * (TILE_TOKENS / 2);
-            for (int b = 0; b < TILE_BLOCKS; b++) {
-                alignas(64) float p[LANES];
-                uint16_t rounded[LANES];
-                store(p, exponential(sub(x[b], splat(most))));
-#if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
-                const __m256bh pairs = _mm512_cvtneps_pbh(load(p));
-                std::memcpy(rounded, &pairs, sizeof rounded);
-#else
-                for (int i = 0; i < LANES; i++) rounded[i] = to_bf16(p[i]);
-#endif
-                std::memcpy(weights + b * BLOCK_TOKENS / 2, rounded, sizeof rounded);
-                total = add(total, load(p));
-            }
-            s.total[r] = s.total[r] * s.fade[r] + sum(total);
-            s.most[r] = most;
-        }
-        for (int64_t at = 0; at < pages.dim; at += LANES)
-            add_values<ROWS>(values, pages.dim, at, tokens, s.weights, s.fade, s.out);
+        int b = 0;
+        for (; b + N <= num_blocks; b += N)
+            score_blocks<ROWS, N>(keys + b, pages.dim / 2, s.query, s.scores + b * BLOCK_TOKENS);
+        for (; b < num_blocks; b++)
+            score_blocks<ROWS, 1>(keys + b, pages.dim / 2, s.query, s.scores + b * BLOCK_TOKENS);
+        for (int r = 0; r < ROWS; r++)
+            weigh_tile(positions[r] + 1 - start, scale, s.scores + r * TILE_TOKENS, s.weights + r * (TILE_TOKENS / 2),
+                       s.most[r], totals[r], s.fade[r]);
+        int64_t at = 0;
+        for (; at + N * LANES <= pages.dim; at += N * LANES)
+            add_values<ROWS, N>(values, pages.dim, at, tokens, s.weights, s.fade, s.out);
+        for (; at < pages.dim; at += LANES)
+            add_values<ROWS, 1>(values, pages.dim, at, tokens, s.weights, s.fade, s.out);
     }
+    for (int r = 0; r < ROWS; r++) s.total[r] = sum(totals[r]);
 }
 
 // Attend with `count` rows of one KV head. Row i: query(i) → float32 [dim], positions[i], and out(i) ← float32 [dim].
 template <typename Query, typename Out>
 inline void attend(const Pages& pages, int64_t head, int count, const int64_t* positions, float scale, Query query,
                    Out out, AttentionScratch& s) {
+    scale *= 1.44269504f;  // weights are powers of two
     for (int r = 0; r < count; r++) {
         const float* q = query(r);
         int32_t* pairs = s.query + r * (MOST_DIM / 2);
