@@ -49,6 +49,8 @@ class TorchRunner(ModelRunner):
         self.layout = f"block,{config.num_layers},2,{BLOCK_TOKENS},{config.num_kv_heads},{config.head_dim},{dtype}"
         # Numerics: another torch or instruction set may round otherwise, and its blocks must not be mixed with ours.
         self.fingerprint = f"{identity}/{dtype}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-1"
+        # So do other kernels than the plain ones.
+        self.fingerprint += "".join(f"/{each}" for each in self._model.ops.not_plain)
         self._lines: torch.Tensor | None = None
 
     def bind(self, buffer: memoryview, num_blocks: int) -> None:
