@@ -84,8 +84,8 @@ class Checker:
         """Return all conditions by name."""
         return {
             "beside_1": lambda: self._plain(Shape(max_running=2)),
-            "beside_7": lambda: self._plain(Shape(max_running=8)),
-            "beside_63": lambda: self._plain(Shape(max_running=64), least_rows=min(64, len(self._requests))),
+            "beside_7": lambda: self._plain(Shape(max_running=8), least_rows=8),
+            "beside_63": lambda: self._plain(Shape(max_running=64), least_rows=64, warm=True),
             "admitted_mid_run": lambda: self._plain(Shape(max_running=64), every=3),
             "chunked": lambda: self._plain(Shape(max_running=16, token_budget=24, max_chunk=7)),
             "from_cache": self.from_cache,
@@ -109,7 +109,16 @@ class Checker:
             first = f"{key.request_id}/{key.choice} at output {at}"
         return Found(len(got), len(bad), first, facts or {}, time.monotonic() - began)
 
-    def _plain(self, shape: Shape, *, every: int = 0, least_rows: int = 0) -> Found:
+    def _plain(self, shape: Shape, *, every: int = 0, least_rows: int = 2, warm: bool = False) -> Found:
+        """Run in one shape of batches.
+
+        Args:
+            shape: of batches and pool.
+            every: steps between one request's arrival and the next one's.
+            least_rows: of some step, or as many as there are requests; else the condition did not come about.
+            warm: find the prompts' full blocks in the pool. A scheduler that keeps the pace of running streams lets
+                the first ones end before the 64th prompt is computed.
+        """
         began = time.monotonic()
         rows = 0
 
@@ -118,8 +127,11 @@ class Checker:
             rows = max(rows, count)
 
         with Engine(self._runner, shape, longest=self._longest, watch=watch) as engine:
+            if warm:
+                engine.run([r.with_tokens(1) for r in self._requests[: shape.max_running]])
+                rows = 0
             got = engine.run(self._requests, every=every)
-        if rows < (least_rows or min(2, len(self._requests))):
+        if rows < min(least_rows, len(self._requests)):
             raise NotProvoked(f"no step had more than {rows} rows")
         return self.compare(got, began, {"rows": rows})
 
