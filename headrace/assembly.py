@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from headrace import bus_access, served
 from headrace.byte_text import ByteText
 from headrace.checks import StartError
-from headrace.layout import ENGINE_KINDS, threads_per_engine
+from headrace.layout import ENGINE_KINDS, cores_of, threads_per_engine
 from schemas.settings import Settings
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ async def build_node(
     from runtime.node import Node
     from runtime.telemetry import Telemetry
 
+    if settings.affinity != "none":
+        os.sched_setaffinity(0, cores_of(settings, name, sorted(os.sched_getaffinity(0))))
     model = served.model_path(settings) if set(kinds) - {"transfer", "kv"} else None
     parts = Parts(settings, model, served.model_names(settings, model))
     closed: list[Callable[[], None]] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace import embedded_nats, fetch
+from headrace.layout import explain
 from models.errors import ModelFileError
 from models.source import open_model
 from schemas.settings import Settings
@@ -84,7 +85,18 @@ def check_port(host: str, port: int, what: str) -> None:
 
 def examine(settings: Settings) -> list[Check]:
     """Return the findings about this machine and installation, without starting anything."""
-    probes: list[Callable[[Settings], Check]] = [_python, _torch, _cpu, _memory, _shm, _nats, _model, _http_port]
+    probes: list[Callable[[Settings], Check]] = [
+        _python,
+        _torch,
+        _kernels,
+        _cpu,
+        _layout,
+        _memory,
+        _shm,
+        _nats,
+        _model,
+        _http_port,
+    ]
     out = []
     for probe in probes:
         try:
@@ -105,6 +117,31 @@ def _torch(settings: Settings) -> Check:
         verdict: Verdict = "fail" if settings.engine == "torch" else "warn"
         return Check("torch", verdict, "not installed", "run: make venv")
     return Check("torch", "ok", version)
+
+
+def _kernels(settings: Settings) -> Check:
+    from kernels import native, registry
+
+    try:
+        chosen = registry.resolve()
+    except registry.KernelChoiceError as exc:
+        return Check("kernels", "fail", str(exc), f"correct or unset {registry.VARIABLE}")
+    if reason := native.why_not():
+        verdict: Verdict = "fail" if settings.engine == "native" else "warn"
+        return Check(
+            "kernels", verdict, f"in torch, slower: {reason}", "install g++, clang++ or ziglang, then: make venv"
+        )
+    if settings.engine == "torch" or settings.dtype != "auto" or set(chosen.values()) != {"native"}:
+        return Check("kernels", "ok", "in torch, as the settings ask")
+    return Check("kernels", "ok", f"compiled for this CPU: {native.instruction_set()}")
+
+
+def _layout(settings: Settings) -> Check:
+    cores = len(os.sched_getaffinity(0))
+    detail = explain(settings, cores)
+    if settings.threads > cores:
+        return Check("layout", "warn", detail, f"set threads to 0, or to {cores} at most: more wait for one another")
+    return Check("layout", "ok", detail)
 
 
 def _cpu(_: Settings) -> Check:

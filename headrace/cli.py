@@ -25,11 +25,9 @@ ConfigFile = Annotated[str | None, typer.Option("--config", help="Settings file 
 Instance = Annotated[str | None, typer.Option(help="Name of the instance.")]
 PortBase = Annotated[int | None, typer.Option(help="First of this instance's ports; moves all of them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Model = Annotated[
-    str | None, typer.Option(help="GGUF file or Hugging Face folder (default: a small one, fetched).")
-]
+Model = Annotated[str | None, typer.Option(help="GGUF file or Hugging Face folder (default: a small one, fetched).")]
 ModelName = Annotated[str | None, typer.Option("--served-model-name", help="Name that clients use.")]
-Engine = Annotated[str | None, typer.Option(help="torch, scripted[:FILE] or null[:SPEC].")]
+Engine = Annotated[str | None, typer.Option(help="auto, native, torch, scripted[:FILE] or null[:SPEC].")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
 Http = Annotated[str | None, typer.Option(help="HOST:PORT of the HTTP edge (default 127.0.0.1:8000).")]
 BusUrl = Annotated[str | None, typer.Option("--bus", help="URL of an existing NATS server.")]

@@ -52,8 +52,40 @@ def drain_order(plans: list[NodePlan]) -> list[list[NodePlan]]:
 
 
 def threads_per_engine(settings: Settings, cores: int | None = None) -> int:
-    """Return the threads of one engine: as set, else the cores of this machine (decode steps come one at a time)."""
+    """Return the most threads of one engine: as set, else the cores that it may run on.
+
+    Engines take cores step by step and let them go (`engine/cores.py`), so each may have as many threads as there are.
+    """
     if settings.threads:
         return settings.threads
     available = cores if cores is not None else len(os.sched_getaffinity(0))
     return max(1, available)
+
+
+def cores_of(settings: Settings, node: str, cores: list[int]) -> list[int]:
+    """Return the cores that a node may run on: all, or with `affinity: spread` an engine's own part of them.
+
+    Parts are of equal size and follow the order of the engines; more engines than cores share them in turn.
+    """
+    engines = [plan.name for plan in plan_nodes(settings) if plan.is_engine]
+    if settings.affinity != "spread" or node not in engines or not cores:
+        return cores
+    each = max(1, len(cores) // len(engines))
+    first = engines.index(node) * each % len(cores)
+    return cores[first : first + each]
+
+
+def explain(settings: Settings, cores: int) -> str:
+    """Say in a line how engines and threads are laid out, and why."""
+    roles = [
+        f"{n} {kind}" for kind, n in zip(ENGINE_KINDS, (settings.prefill, settings.decode, settings.both), strict=True)
+    ]
+    engines = ", ".join(role for role in roles if not role.startswith("0 ")) or "no engines"
+    threads = threads_per_engine(settings, cores)
+    if settings.affinity == "spread":
+        return f"{engines}; each on its own part of {cores} cores (affinity: spread)"
+    if threads == 1:
+        return f"{engines}; one thread each"
+    return (
+        f"{engines}; up to {threads} threads each: a step takes the cores that are free, at least one, and lets them go"
+    )

@@ -76,8 +76,7 @@ class NativeTransformer:
         self._library = native.library()
         self._library.hr_decoder_new.restype = _POINTER
         self._library.hr_decoder_team.restype = _POINTER
-        self._library.hr_instruction_set.restype = ctypes.c_char_p
-        self.instruction_set: str = self._library.hr_instruction_set().decode()
+        self.instruction_set = native.instruction_set()
         self._weights = weights
         factors = weights.vector("rope_factors") if config.rope_factors else None
         self._tables = _turns(config, factors)

@@ -55,9 +55,7 @@ class HeadraceError(Exception):
 
     def envelope(self) -> dict[str, Any]:
         """Return the OpenAI error envelope, `{"error": {message, type, param, code}}`."""
-        return {
-            "error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}}
 
 
 class BadRequest(HeadraceError):

@@ -55,7 +55,8 @@ class Settings(BaseSettings):
     decode: Count = Field(2, description="engines in the decode role")
     both: Count = Field(0, description="engines in both roles at once")
     isolate: bool = Field(False, description="one process per actor")
-    threads: int = Field(0, ge=0, le=1024, description="threads per engine; 0: one per core")
+    threads: int = Field(0, ge=0, le=1024, description="most threads of an engine; 0: one per core")
+    affinity: Literal["none", "spread"] = Field("none", description="spread: each engine on its own part of the cores")
 
     # Where it listens
     http: str = Field("127.0.0.1:8000", description="HOST:PORT of the HTTP edge")

@@ -11,7 +11,7 @@ import os
 
 from kernels.native.build import BuildError, build
 
-__all__ = ["BuildError", "available", "library", "why_not"]
+__all__ = ["BuildError", "available", "instruction_set", "library", "why_not"]
 
 
 @functools.cache
@@ -45,3 +45,14 @@ def library() -> ctypes.CDLL:
     if isinstance(loaded, str):
         raise BuildError(loaded)
     return loaded
+
+
+def instruction_set() -> str:
+    """Return which instructions the kernels were compiled for, such as "avx512-vnni-bf16".
+
+    Raises:
+        BuildError: they cannot be built or loaded here.
+    """
+    function = library().hr_instruction_set
+    function.restype = ctypes.c_char_p
+    return str(function().decode())

@@ -108,4 +108,3 @@ def _cpu() -> str:
     except OSError:
         pass
     return f"{platform.machine()} {platform.processor()}"
-

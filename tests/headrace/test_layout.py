@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.layout import KINDS, drain_order, plan_nodes, threads_per_engine
-from schemas.settings import load
+from headrace.layout import KINDS, cores_of, drain_order, explain, plan_nodes, threads_per_engine
+from schemas.settings import Settings, load
 
 
 def plans(**flags: object) -> list[tuple[str, tuple[str, ...]]]:
@@ -54,3 +54,34 @@ def test_threads_are_as_set_else_one_per_core() -> None:
     """An explicit number is taken at its word."""
     assert threads_per_engine(load({"threads": 5}, environ={}).settings, cores=2) == 5
     assert threads_per_engine(load({}, environ={}).settings, cores=2) == 2
+
+
+def settings_of(**flags: object) -> Settings:
+    return load(flags, environ={}).settings
+
+
+def test_engines_may_run_everywhere_unless_told_otherwise() -> None:
+    assert cores_of(settings_of(), "decode-1", [0, 1, 2, 3]) == [0, 1, 2, 3]
+
+
+def test_spread_engines_get_parts_that_do_not_overlap() -> None:
+    settings = settings_of(affinity="spread", prefill=1, decode=2)
+    parts = [cores_of(settings, name, list(range(7))) for name in ("prefill-0", "decode-0", "decode-1")]
+    assert parts == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_more_engines_than_cores_take_turns() -> None:
+    settings = settings_of(affinity="spread", prefill=1, decode=2)
+    parts = [cores_of(settings, name, [4, 9]) for name in ("prefill-0", "decode-0", "decode-1")]
+    assert parts == [[4], [9], [4]]
+
+
+def test_nodes_without_engines_are_not_confined() -> None:
+    assert cores_of(settings_of(affinity="spread"), "edge", [0, 1]) == [0, 1]
+
+
+def test_the_layout_is_told_in_words() -> None:
+    assert "1 prefill, 2 decode" in explain(settings_of(prefill=1, decode=2, both=0), 4)
+    assert "4 threads" in explain(settings_of(), 4)
+    assert "one thread each" in explain(settings_of(threads=1), 4)
+    assert "its own part of 4 cores" in explain(settings_of(affinity="spread"), 4)
