@@ -57,8 +57,14 @@ class _Body:
         return data[:-2]
 
 
-async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0) -> Timing:
+async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0, timing: Timing | None = None) -> Timing:
     """Send one streamed chat request and time its parts.
+
+    Args:
+        base: URL of the server.
+        body: of the request; made a streamed one with usage.
+        limit_s: for the whole of it.
+        timing: filled while the answer comes, for a caller that looks on.
 
     Raises:
         LoadFailed: if it is refused, fails, or ends early.
@@ -72,7 +78,8 @@ async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0) -> 
     async with asyncio.timeout(limit_s):
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         try:
-            timing = Timing(time.monotonic())
+            timing = timing or Timing(0.0)
+            timing.sent_at = time.monotonic()
             writer.write(head.encode() + payload)
             status = await reader.readline()
             headers = (await reader.readuntil(b"\r\n\r\n")).lower()

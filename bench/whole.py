@@ -23,7 +23,9 @@ from bench.targets import LONG, SHORT, Target
 THROUGHPUT, ADDED_TTFT_MS, PAUSE = Target(0.9, True), Target(5.0, False), Target(3.0, False)
 TURNS = 3
 TTFT_REQUESTS = 25
-RUNNING_TOKENS = 160  # of the streams that run while a long prompt comes in
+RUNNING_TOKENS = 400  # of the streams that run while a long prompt comes in
+POOL_TOKENS = 20_480  # room for the streams and the long prompt, however the engines are laid out
+STEADY, POLL_S = 16, 0.01  # texts of each stream before that
 
 
 def judged(value: float, target: Target) -> dict[str, Any]:
@@ -53,15 +55,17 @@ def pause(timings: Sequence[Timing], sent_at: float, first_at: float) -> tuple[f
 
 async def admitted(server: Server, streams: int, first: int) -> dict[str, Any]:
     """Send a long prompt among running streams, and look at their gaps."""
+    seen = [Timing(0.0) for _ in range(streams)]
+    texts = [long_text(first + i, SHORT) for i in range(streams)]
     running = [
-        asyncio.create_task(load.one(server.base, server.model, long_text(first + i, SHORT), RUNNING_TOKENS))
-        for i in range(streams)
+        asyncio.create_task(load.one(server.base, server.model, text, RUNNING_TOKENS, timing))
+        for text, timing in zip(texts, seen, strict=True)
     ]
-    # When all of them speak, they have been admitted; a tenth of the answers more gives the median.
-    warm = asyncio.create_task(load.one(server.base, server.model, long_text(first + streams, SHORT), 16))
-    await warm
+    # Once all of them speak, none waits to be admitted any more; some texts of each give the median.
+    while min(len(timing.chunks_at) for timing in seen) < STEADY and not any(task.done() for task in running):
+        await asyncio.sleep(POLL_S)
     sent_at = time.monotonic()
-    long = await load.one(server.base, server.model, long_text(first + streams + 1, LONG), 4)
+    long = await load.one(server.base, server.model, long_text(first + streams, LONG), 4)
     longest, median = pause(await asyncio.gather(*running), sent_at, long.chunks_at[0])
     return {"longest_ms": round(longest * 1000, 2), "median_ms": round(median * 1000, 2), "over": longest / median}
 
@@ -94,7 +98,8 @@ async def measure(args: argparse.Namespace, runner: str, directory: Path) -> dic
     """
     tokens, streams = args.tokens, args.streams
     rates, pauses = [], []
-    async with Server(servers.ours(args.model, args.port_base, args.up), directory / "whole.log") as server:
+    up = [f"--pool-tokens={POOL_TOKENS}", *args.up]
+    async with Server(servers.ours(args.model, args.port_base, up), directory / "whole.log") as server:
         gate = [long_text(900 + i, SHORT) for i in range(5)]
         if differing := await load.differing(server.base, server.model, gate, min(24, tokens)):
             raise load.GateFailed("the whole system", differing, len(gate))
