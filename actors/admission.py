@@ -30,14 +30,19 @@ NATIVE_APIS = ("chat", "completion")
 IN_FLIGHT_S = 0.6  # what was sent earlier shows in heartbeats by now
 TERMINAL_RESEND_S = 0.3
 TERMINAL_TRIES = 4
+WHOLE_BELOW_TOKENS = 512  # two steps of the default budget: what comes next waits for no more than that
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """Settings of admission."""
+    """Settings of admission.
+
+    `whole_below`: prompts of fewer tokens are not handed over where the decode engine is idle (`actors.placement`).
+    """
 
     models: tuple[str, ...]
     default_deadline_s: float = 600.0
+    whole_below: int = WHOLE_BELOW_TOKENS
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class AdmissionActor(Actor):
             choose_detokenizer=self._choose_detokenizer,
             context_limit=self.context_limit,
         )
-        self._in_flight: dict[Ref, list[tuple[float, int]]] = {}
+        self._in_flight: dict[Ref, list[tuple[float, int, str]]] = {}  # when, tokens' worth, request id
         self._terminals: dict[str, _OwnTerminal] = {}
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
@@ -319,9 +324,7 @@ class AdmissionActor(Actor):
                     self._log_ended(d)
                 case own.Failover():
                     self._failovers.labels(d.kind, d.reason).inc()
-                    self.context.telemetry.log.info(
-                        "failover", request_id=d.request_id, kind=d.kind, reason=d.reason
-                    )
+                    self.context.telemetry.log.info("failover", request_id=d.request_id, kind=d.kind, reason=d.reason)
 
     def _send(self, d: own.Send) -> None:
         try:
@@ -432,6 +435,8 @@ class AdmissionActor(Actor):
             now,
             num_choices=record.num_choices,
             max_tokens=record.sampling.max_tokens,
+            prompt_tokens=sum(map(len, record.prompt_ids)),
+            whole_below=self.config.whole_below,
             avoid=suspects,
         )
 
@@ -444,10 +449,10 @@ class AdmissionActor(Actor):
     def _sent_since(self, now: float) -> Mapping[Ref, int]:
         out: dict[Ref, int] = {}
         for ref, sent in list(self._in_flight.items()):
-            recent = [(t, n) for t, n in sent if now - t < IN_FLIGHT_S]
+            recent = [one for one in sent if now - one[0] < IN_FLIGHT_S and self._is_open(one[2])]
             if recent:
                 self._in_flight[ref] = recent
-                out[ref] = sum(n for _, n in recent)
+                out[ref] = sum(n for _, n, _ in recent)
             else:
                 del self._in_flight[ref]
         return out
@@ -457,7 +462,11 @@ class AdmissionActor(Actor):
         tokens = sum(map(len, msg.record.prompt_ids))
         for ref, work in ((msg.decode, 64 * msg.record.num_choices), (msg.detokenize, 64)):
             if ref is not None:
-                self._in_flight.setdefault(ref, []).append((now, work))
+                self._in_flight.setdefault(ref, []).append((now, work, msg.request_id))
         owned = self._table.get(msg.request_id)
         if owned is not None and owned.placement is not None:
-            self._in_flight.setdefault(owned.placement.first, []).append((now, tokens))
+            self._in_flight.setdefault(owned.placement.first, []).append((now, tokens, msg.request_id))
+
+    def _is_open(self, request_id: str) -> bool:
+        owned = self._table.get(request_id)
+        return owned is not None and owned.stage is own.Stage.OPEN

@@ -47,40 +47,52 @@ def place(
     *,
     num_choices: int,
     max_tokens: int,
+    prompt_tokens: int = 0,
+    whole_below: int = 0,
     avoid: frozenset[Ref] = frozenset(),
 ) -> Placement | None:
     """Choose engines for a request, or None when nobody can take it.
 
     Prefers a pair of prefill and decode, then a `both`, then any engine at all: every engine can run a request whole,
-    so that one survivor is enough. A request that ends with its first token is never handed over.
+    so that one survivor is enough. A request that ends with its first token is never handed over, nor is a short prompt
+    with one choice when the decode engine has nothing to do: a prefill engine is there so that prompts do not hold up
+    running streams, and where none runs the hand-off is only a delay.
 
     Args:
         in_flight: tokens' worth of work sent to each engine since its last heartbeat, by this sender.
+        prompt_tokens: the length of the prompt, all prompts together.
+        whole_below: prompts shorter than this are worth no hand-off to an idle engine; 0: all are handed over.
         avoid: engines to take only when no other is left (suspects).
     """
 
     def best(candidates: Sequence[Candidate]) -> Ref | None:
-        live = [c for c in candidates if c.ref not in avoid]
-        if not live:
-            return None
-        return min(live, key=lambda c: (_cost(c, in_flight, now), c.ref)).ref
+        return least_loaded([c for c in candidates if c.ref not in avoid], in_flight, now)
 
     prefill, decode, both = best(engines.prefill), best(engines.decode), best(engines.both)
     if both is not None and (prefill is None or decode is None):
         return Placement(both, None)
     if prefill is not None and decode is not None:
         pair = Placement(prefill, decode)
+        if num_choices == 1 and max_tokens > 1 and prompt_tokens < whole_below:
+            idle = any(c.ref == decode and _idle(c, in_flight, now) for c in engines.decode)
+            pair = Placement(decode, None) if idle else pair
         if both is None:
             return Placement(prefill, None) if max_tokens <= 1 else pair
-        costs = {
-            c.ref: _cost(c, in_flight, now) for c in [*engines.prefill, *engines.decode, *engines.both]
-        }
+        costs = {c.ref: _cost(c, in_flight, now) for c in [*engines.prefill, *engines.decode, *engines.both]}
         return Placement(both, None) if costs[both] < max(costs[prefill], costs[decode]) else pair
     for survivor in (decode, prefill):
         if survivor is not None:
             return Placement(survivor, None)
     if avoid:
-        return place(engines, in_flight, now, num_choices=num_choices, max_tokens=max_tokens)
+        return place(
+            engines,
+            in_flight,
+            now,
+            num_choices=num_choices,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            whole_below=whole_below,
+        )
     return None
 
 
@@ -89,6 +101,12 @@ def least_loaded(candidates: Sequence[Candidate], in_flight: Mapping[Ref, int], 
     if not candidates:
         return None
     return min(candidates, key=lambda c: (_cost(c, in_flight, now), c.ref)).ref
+
+
+def _idle(c: Candidate, in_flight: Mapping[Ref, int], now: float) -> bool:
+    """Whether a fresh view shows nothing that a prompt could hold up."""
+    busy = any(c.load.get(name, 0) for name in ("running", "waiting", "expected", "queued_tokens"))
+    return not busy and not in_flight.get(c.ref, 0) and now - c.last_heard <= STALE_AFTER_S
 
 
 def _cost(c: Candidate, in_flight: Mapping[Ref, int], now: float) -> tuple[int, float]:

@@ -28,7 +28,7 @@ def engine(kind: str, number: int = 0, *, heard_s_ago: float = 0.1, **load: Any)
 def choose(*engines: Engine, max_tokens: int = 100, sent: dict[Ref, int] | None = None, **options: Any) -> Any:
     """Place one request."""
     by_kind = Engines(*([e for e in engines if e.ref.kind == kind] for kind in ("prefill", "decode", "both")))
-    return place(by_kind, sent or {}, NOW, num_choices=1, max_tokens=max_tokens, **options)
+    return place(by_kind, sent or {}, NOW, **{"num_choices": 1, "max_tokens": max_tokens, **options})
 
 
 def test_a_pair_of_prefill_and_decode_is_preferred() -> None:
@@ -54,6 +54,25 @@ def test_a_request_of_one_token_is_never_handed_over() -> None:
     prefill, decode = engine("prefill"), engine("decode")
 
     assert choose(prefill, decode, max_tokens=1) == Placement(prefill.ref, None)
+
+
+def test_a_short_prompt_stays_with_an_idle_decode_engine() -> None:
+    """Where no stream runs that it could hold up, a hand-off is only a delay."""
+    prefill, decode = engine("prefill"), engine("decode")
+
+    assert choose(prefill, decode, prompt_tokens=99, whole_below=100) == Placement(decode.ref, None)
+
+
+def test_a_prompt_is_handed_over_when_that_spares_somebody_or_its_choices_share_it() -> None:
+    """Long prompts, several choices, and engines that have, may have, or get something to do."""
+    prefill, idle, pair = engine("prefill"), engine("decode"), {"prompt_tokens": 99, "whole_below": 100}
+
+    assert choose(prefill, idle, prompt_tokens=100, whole_below=100).decode == idle.ref
+    assert choose(prefill, idle, **{**pair, "num_choices": 2}).decode == idle.ref
+    assert choose(prefill, idle, sent={idle.ref: 64}, **pair).decode == idle.ref
+    for busy in ({"running": 1}, {"waiting": 1}, {"expected": 1}, {"queued_tokens": 9}, {"heard_s_ago": 2.1}):
+        decode = engine("decode", **busy)
+        assert choose(prefill, decode, **pair) == Placement(prefill.ref, decode.ref)
 
 
 def test_the_engine_with_less_work_is_chosen() -> None:

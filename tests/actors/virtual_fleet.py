@@ -140,8 +140,11 @@ class Stream:
 class Fleet:
     """Nodes named `<kind>-<number>`, with one actor each; a `light` node has three, as in the default layout."""
 
-    def __init__(self, system: MemorySystem, directory: Path, make_runner: Callable[[], Runner]) -> None:
+    def __init__(
+        self, system: MemorySystem, directory: Path, make_runner: Callable[[], Runner], whole_below: int = 0
+    ) -> None:
         self.system = system
+        self.whole_below = whole_below  # 0: every request takes every hop
         self.directory = directory
         self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
@@ -160,7 +163,7 @@ class Fleet:
     def _actor(self, kind: str, context: Context) -> Actor:
         match kind:
             case "admission":
-                return AdmissionActor(context, config=AdmissionConfig(models=(MODEL,)))
+                return AdmissionActor(context, config=AdmissionConfig(models=(MODEL,), whole_below=self.whole_below))
             case "tokenize":
                 return TokenizeActor(context, load_encoder=ByteText)
             case "detokenize":
@@ -321,21 +324,20 @@ async def fleet(
     directory: Path,
     *,
     make_runner: Callable[[], Runner] = lambda: ScriptedRunner(SCRIPT),
+    whole_below: int = 0,
     **layout: int,
 ) -> AsyncIterator[Fleet]:
     """Start an instance, two of whatever may be killed; errors in handlers are raised at the end."""
     loop = asyncio.get_running_loop()
     loop.run_in_executor = _at_once  # type: ignore[method-assign, assignment]
     async with MemorySystem(clock=clock) as system:
-        made = Fleet(system, directory, make_runner)
+        made = Fleet(system, directory, make_runner, whole_below)
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):
                 made.make(kind, number)
         await system.start()
         ready = sum(len(n.actors) for n in made.nodes.values())
-        await system.until(
-            lambda: all(len(n.membership.members()) == ready for n in made.nodes.values()), limit_s=10.0
-        )
+        await system.until(lambda: all(len(n.membership.members()) == ready for n in made.nodes.values()), limit_s=10.0)
         yield made
 
 
