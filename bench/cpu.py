@@ -20,11 +20,16 @@ def seconds(pid: int) -> dict[str, float]:
 
 def resident_mb(pid: int) -> dict[str, float]:
     """Return the resident megabytes, by process name."""
+    return {name: round(size / 1024, 1) for name, size in resident_kib(pid).items()}
+
+
+def resident_kib(pid: int) -> dict[str, float]:
+    """Return the resident KiB, by process name, of a process and its living descendants."""
     out: dict[str, float] = {}
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
-            out[title(process)] = round(process.memory_info().rss / 2**20, 1)
+            out[title(process)] = process.memory_info().rss / 1024
         except psutil.Error:
             continue
     return out
