@@ -29,9 +29,10 @@ def resident_kib(pid: int) -> dict[str, float]:
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
-            out[title(process)] = process.memory_info().rss / 1024
+            name, size = title(process), process.memory_info().rss / 1024
         except psutil.Error:
             continue
+        out[name] = out.get(name, 0.0) + size
     return out
 
 

@@ -58,7 +58,7 @@ async def grow(server: Server, phase: Phase) -> dict[str, Any]:
     every = max(1, phase.requests // SAMPLES)
     done, took = 0, time.monotonic()
     at: list[float] = []
-    sizes: dict[str, list[float]] = {}
+    sizes: list[dict[str, float]] = []  # KiB by process
 
     async def worker(numbers: Iterator[int]) -> None:
         nonlocal done
@@ -68,8 +68,7 @@ async def grow(server: Server, phase: Phase) -> dict[str, Any]:
             done += 1
             if done % every == 0:
                 at.append(float(done))
-                for name, size in cpu.resident_kib(server.pid).items():
-                    sizes.setdefault(name, []).append(size)
+                sizes.append(cpu.resident_kib(server.pid))
 
     numbers = iter(range(phase.requests))
     async with asyncio.TaskGroup() as group:
@@ -77,9 +76,13 @@ async def grow(server: Server, phase: Phase) -> dict[str, Any]:
             group.create_task(worker(numbers))
     took = time.monotonic() - took
     first = int(len(at) * WARM_UP)
-    whole = [sum(values) for values in zip(*sizes.values(), strict=True)]
+    if any(one.keys() != sizes[0].keys() for one in sizes):
+        raise LoadFailed("a process came or went; the sums are not of the same things")
+    whole = [sum(one.values()) for one in sizes]
     found = slope.least_squares(at[first:], whole[first:])
-    by_process = {name: round(slope.least_squares(at[first:], v[first:]).value, 4) for name, v in sizes.items()}
+    by_process = {
+        name: round(slope.least_squares(at[first:], [one[name] for one in sizes[first:]]).value, 4) for name in sizes[0]
+    }
     return {
         "engine": phase.engine, "requests": phase.requests, "took_s": round(took, 1), "samples": len(at) - first,
         "kib_per_request": round(found.value, 4), "low": round(found.low, 4), "high": round(found.high, 4),
@@ -174,7 +177,7 @@ def main() -> int:
     try:
         result = asyncio.run(_main(args))
         show(result)
-    except* (ServerFailed, LoadFailed, GateFailed, httpx.HTTPError, OSError, TimeoutError) as several:
+    except* (ServerFailed, LoadFailed, GateFailed, httpx.HTTPError, OSError, TimeoutError, ValueError) as several:
         first = several.exceptions[0]
         result = {"check": "bench-memory", "ok": False, "error": f"{type(first).__name__}: {first}"}
     print(json.dumps(result))
