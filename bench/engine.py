@@ -28,6 +28,8 @@ from bench.questions import ROOT
 from bench.servers import PeerMissing, ServerFailed
 from headrace.fetch import ensure_model
 
+FEW_ROWS = 16  # for runners that are only shown beside the one that counts: more of them takes minutes
+
 
 class ChildFailed(Exception):
     """Raised when the process of a configuration fails; the message ends with the end of its output."""
@@ -50,18 +52,29 @@ def child(command: Sequence[str], name: str) -> dict[str, Any]:
     return found
 
 
+def configurations(args: argparse.Namespace) -> list[tuple[str, int, tuple[int, ...], int]]:
+    """Return runner, threads, rows and repetitions of each process: the first runner in full, the others shortly."""
+    most = max(args.threads)
+    out = [(args.runners[0], threads, args.rows, 2) for threads in args.threads]
+    few = tuple(rows for rows in args.rows if rows <= FEW_ROWS) or args.rows[:1]
+    return out + [(runner, most, few, 1) for runner in args.runners[1:]]
+
+
 def ours(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure each runner with each number of threads, and the default one once more per repetition."""
-    rows = []
-    for runner in args.runners:
-        for threads in args.threads:
-            command = [sys.executable, "-m", "bench.engine_child", "--model", str(args.model), "--runner", runner]
-            command += ["--threads", str(threads), "--rows", ",".join(map(str, args.rows))]
-            command += ["--tokens", str(args.tokens), "--prefill", ",".join(map(str, args.prefill))]
-            rows.append(child(command, f"{runner}, {threads} threads"))
-            row = rows[-1]
-            print(f"  {runner}, {threads} threads: decode {row['decode']}, prefill {row['prefill']}", flush=True)
-    return rows
+    """Measure each configuration in a process of its own.
+
+    Raises:
+        ChildFailed: if one of them fails.
+    """
+    found = []
+    for runner, threads, rows, repetitions in configurations(args):
+        command = [sys.executable, "-m", "bench.engine_child", "--model", str(args.model), "--runner", runner]
+        command += ["--threads", str(threads), "--rows", ",".join(map(str, rows)), "--repetitions", str(repetitions)]
+        command += ["--tokens", str(args.tokens), "--prefill", ",".join(map(str, args.prefill))]
+        row = child(command, f"{runner}, {threads} threads")
+        found.append(row)
+        print(f"  {runner}, {threads} threads: decode {row['decode']}, prefill {row['prefill']}", flush=True)
+    return found
 
 
 def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from bench import targets
 from bench.client import LoadFailed, Timing
-from bench.engine import ratios
+from bench.engine import configurations, ratios
 from bench.peers import Schedule, requests_of
 from bench.questions import OWN, NoQuestions, default_path, long_text, read
 from bench.servers import PeerMissing, ServerSpec, llama, vllm
@@ -66,6 +66,15 @@ def test_engines_are_compared_figure_by_figure() -> None:
         ("prefill", 1024, "llama", 3.0, False),
         ("prefill", 1024, "vllm", 2.0, True),
     ]
+
+
+def test_the_runner_that_counts_is_measured_in_full_and_the_others_shortly() -> None:
+    """References at one thread and 64 rows would take minutes and settle nothing."""
+    args = argparse.Namespace(runners=("native", "torch:float32"), threads=(1, 2), rows=(1, 16, 64))
+
+    assert configurations(args) == [
+        ("native", 1, (1, 16, 64), 2), ("native", 2, (1, 16, 64), 2), ("torch:float32", 2, (1, 16), 1),
+    ]  # fmt: skip
 
 
 def schedule(**fields: object) -> Schedule:
