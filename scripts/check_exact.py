@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="0: one per core")
     parser.add_argument("--questions", type=Path, default=default_path("mt_bench"))
     parser.add_argument("--requests", type=int, default=50, help="questions, and requests of each kind and condition")
-    parser.add_argument("--variant-requests", type=int, default=15)
+    parser.add_argument("--variant-requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each request")
     parser.add_argument("--parts", default=PARTS, type=lambda s: tuple(s.split(",")), help=",".join(PARTS))
     parser.add_argument("--variant", action="store_const", dest="parts", const=("variant",), help="that part alone")

@@ -87,7 +87,7 @@ class Checker:
             "beside_7": lambda: self._plain(Shape(max_running=8), least_rows=8),
             "beside_63": lambda: self._plain(Shape(max_running=64), least_rows=64, warm=True),
             "admitted_mid_run": lambda: self._plain(Shape(max_running=64), every=3),
-            "chunked": lambda: self._plain(Shape(max_running=16, token_budget=24, max_chunk=7)),
+            "chunked": lambda: self._plain(Shape(max_running=24, token_budget=48, max_chunk=7)),
             "from_cache": self.from_cache,
             "preempted": self.preempted,
             "preempted_with_parking": lambda: self.preempted(parking_tokens=8192),
@@ -139,7 +139,7 @@ class Checker:
         """Run prompts whose full blocks another request has left behind."""
         began = time.monotonic()
         mine = [replace(r, salt="shared") for r in self._requests]
-        with Engine(self._runner, Shape(max_running=16, num_blocks=2048)) as engine:
+        with Engine(self._runner, Shape(max_running=32, num_blocks=2048)) as engine:
             engine.run([replace(r.with_tokens(1), name=f"before-{r.name}") for r in mine])
             before = engine.statistics["cached_tokens_total"]
             got = engine.run(mine)
@@ -170,7 +170,7 @@ class Checker:
         for number, request in enumerate(self._requests):
             ids = self._want[request.key]
             resumed.append(replace(request, outputs=tuple(ids[: 1 + number * 7 % (len(ids) - 1)])))
-        with Engine(self._runner, Shape(max_running=16), longest=self._longest) as engine:
+        with Engine(self._runner, Shape(max_running=32), longest=self._longest) as engine:
             got = engine.run(resumed)
         return self.compare(got, began, {"outputs_given": sum(len(r.outputs) for r in resumed)})
 
@@ -260,7 +260,7 @@ def several_choices(runner: Runner, wanted: Listing[Request], want: Texts) -> Fo
     """Run all choices of each request together; they share the blocks of their prompt."""
     began = time.monotonic()
     shared = [replace(r, salt=f"choices of {r.name}") for r in sorted(wanted, key=lambda r: r.key)]
-    with Engine(runner, Shape(max_running=16), longest=longest(wanted)) as engine:
+    with Engine(runner, Shape(max_running=32), longest=longest(wanted)) as engine:
         got = engine.run(shared)
         cached = int(engine.statistics["cached_tokens_total"])
     if cached == 0:
