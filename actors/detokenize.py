@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from actors import replies
@@ -29,6 +30,10 @@ FINISHED_RESEND_S = 0.2
 NO_RESPONDER_WINDOW_S = 2.5
 NO_RESPONDERS = 3
 RETIRED = 4096
+# Owners send `Open` and `Dispatch` together, so items may come first; a lost `Open` is repeated after 0.2 s.
+EARLY_S = 0.5
+MAX_EARLY = 1024  # requests
+MAX_EARLY_BATCHES = 64  # of one request; what is dropped is repeated
 
 
 class Vocabulary(Protocol):
@@ -39,6 +44,15 @@ class Vocabulary(Protocol):
     def visible_bytes(self, token_id: int) -> bytes:
         """Return the bytes that an output token shows; control tokens show nothing."""
         ...
+
+
+@dataclass(slots=True)
+class _Early:
+    """Items of a request that is not open here yet."""
+
+    source: Ref
+    until: float
+    batches: list[ItemBatch] = field(default_factory=list)
 
 
 class DetokenizeActor(Actor):
@@ -56,6 +70,7 @@ class DetokenizeActor(Actor):
         self._vocabulary: Vocabulary | None = None
         self._sessions: dict[str, Session] = {}
         self._fences: OrderedDict[str, Fence] = OrderedDict()  # of requests that ended here, newest last
+        self._early: dict[str, _Early] = {}
         self._dirty_acks: dict[Ref, set[str]] = {}
         telemetry = context.telemetry
         self._tokens = telemetry.counter("detokenize_items_total", "Items received in order")
@@ -137,6 +152,9 @@ class DetokenizeActor(Actor):
             )
             self._sessions[msg.request_id] = session
         self.context.send(sender, m.Opened(request_id=msg.request_id, fence=msg.fence))
+        early = self._early.pop(msg.request_id, None)
+        if early is not None:
+            self._items(early.batches, early.source)
 
     def _superseded(self, msg: m.RequestMessage, sender: Ref, session: Session | None) -> bool:
         """Whether another owner commands, or has ended, this request under a higher fence; the lower one is told so."""
@@ -190,6 +208,7 @@ class DetokenizeActor(Actor):
                 self._fences[msg.request_id] = msg.fence
             self._after(session, now)
             self._flush([session])
+        self._early.pop(msg.request_id, None)
         reply = msg.reply or sender
         if reply is not None:
             self.context.send(reply, m.Closed(request_id=msg.request_id, fence=msg.fence))
@@ -219,8 +238,9 @@ class DetokenizeActor(Actor):
         for batch in batches:
             session = self._sessions.get(batch.request_id)
             if session is None:
-                fence = self._fences.get(batch.request_id, batch.fence)
-                urgent.append(Ack(batch.request_id, fence, "done", [], 0))
+                if not self._keep_early(batch, sender, now):
+                    fence = self._fences.get(batch.request_id, batch.fence)
+                    urgent.append(Ack(batch.request_id, fence, "done", [], 0))
                 continue
             if batch.fence < session.fence:
                 self._fenced.inc()
@@ -241,6 +261,27 @@ class DetokenizeActor(Actor):
         self._flush(touched)
         if urgent:
             self.context.send_hot(sender, ACKS, acks_body(urgent))
+
+    def _keep_early(self, batch: ItemBatch, sender: Ref, now: float) -> bool:
+        """Keep items whose `Open` may be on its way; false if their request has ended here, or there is no room."""
+        if batch.request_id in self._fences:
+            return False
+        early = self._early.get(batch.request_id)
+        if early is None:
+            if len(self._early) >= MAX_EARLY:
+                return False
+            early = self._early[batch.request_id] = _Early(sender, now + EARLY_S)
+        if early.source == sender and len(early.batches) < MAX_EARLY_BATCHES:
+            early.batches.append(batch)
+        return True
+
+    def _forget_early(self, now: float) -> None:
+        """Nobody has opened these requests here: their engines are told that nothing of them is wanted."""
+        for request_id, early in list(self._early.items()):
+            if now >= early.until:
+                del self._early[request_id]
+                ack = Ack(request_id, early.batches[-1].fence, "done", [], 0)
+                self.context.send_hot(early.source, ACKS, acks_body([ack]))
 
     def _after(self, session: Session, now: float) -> None:
         """An ending was decided: tell the engine and the owner; both are repeated by `tick`."""
@@ -338,6 +379,7 @@ class DetokenizeActor(Actor):
             if acks:
                 self.context.send_hot(source, ACKS, acks_body(acks))
         self._dirty_acks.clear()
+        self._forget_early(now)
         resend = []
         for session in list(self._sessions.values()):
             if session.former and now - session.former_told_at >= FINISHED_RESEND_S:

@@ -254,6 +254,8 @@ class Ownership:
         if owned is None or sender != owned.detok or msg.fence != owned.fence or not owned.tokenized:
             return []
         owned.opened = True
+        if owned.placement is not None and not owned.redirect:
+            return []  # dispatched along with the `Open`; `tick` repeats it
         owned.next_send = now
         return self._advance(owned, now)
 
@@ -409,18 +411,21 @@ class Ownership:
         if not o.opened:
             if o.detok is not None:
                 out.append(Send(o.detok, self._open_message(o)))
-            return out
+            # The very first dispatch does not wait for `Opened`: the detokenizer keeps items that overtake its `Open`.
+            # After a failure, or another owner, what the detokenizer holds has to be known first.
+            if o.detok is None or o.ever_dispatched or o.fence.term > 0 or not o.ids_current:
+                return out
         if o.redirect:
-            return self._redirect(o)
+            return out + self._redirect(o)
         if o.placement is None:
             if now < o.retry_at:
-                return []
+                return out
             if not o.ids_current and o.detok is not None:
                 return [Send(o.detok, m.FenceIds(**self._head(o)))]
             o.placement = self._choose_engines(o.record, frozenset(o.suspects))
             o.dispatched = o.started = False
         if o.placement is None or o.detok is None:
-            return []
+            return out
         if not o.dispatched:
             o.ever_dispatched = True
             out.append(Send(o.placement.first, self._dispatch(o, o.placement, o.detok)))

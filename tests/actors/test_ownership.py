@@ -141,15 +141,47 @@ def test_a_request_is_driven_from_prompt_to_engines() -> None:
     b.out.clear()
 
     b.tokenized()
-    assert b.one(m.Open, T0).record.prompt_ids == [[1, 2, 3]]
-
-    b.opened()
+    assert b.sent(m.Open, T0)[0].record.prompt_ids == [[1, 2, 3]]
     dispatch = b.one(m.Dispatch, P0)
     assert (dispatch.decode, dispatch.detokenize, dispatch.outputs, dispatch.fence) == (D0, T0, [[]], FIRST)
 
+    b.opened()
     b.dispatched(P0)
     b.dispatched(D0, started=True)
     assert b.out == []
+
+
+def test_only_the_very_first_dispatch_goes_out_before_the_detokenizer_answers() -> None:
+    """Refused by its engine before `Opened`: what the detokenizer holds is asked for before the next one."""
+    b = Bench()
+    b.admit()
+    b.tokenized()
+    b.out.clear()
+
+    b.dispatched(P0, error=Unavailable("full"))
+    assert b.sent(m.Open, T0) and not b.sent(m.Dispatch)
+    b.after(RESEND_S)
+    b.out.clear()
+    b.opened()
+
+    assert b.sent(m.FenceIds, T0) and not b.sent(m.Dispatch)
+    b.out.clear()
+    b.ids([[]])
+    assert b.one(m.Dispatch, P0).fence == b.fence > FIRST
+
+
+def test_a_lost_dispatch_is_repeated_once_the_detokenizer_has_answered() -> None:
+    """`Opened` alone repeats nothing; time does."""
+    b = Bench()
+    b.admit()
+    b.tokenized()
+    b.out.clear()
+
+    b.opened()
+    assert b.out == []
+    b.after(RESEND_S)
+
+    assert b.one(m.Dispatch, P0).fence == FIRST
 
 
 def test_a_finish_closes_the_engine_and_is_counted_once() -> None:
@@ -575,9 +607,9 @@ def test_a_cancel_closes_whoever_may_hold_something(phase: str) -> None:
     targets: set[Ref] = {T0}  # it may have been asked already
     if phase != "tokenizing":
         b.tokenized()
+        targets |= {P0, D0}
     if phase in ("dispatching", "prefilling", "running"):
         b.opened()
-        targets |= {P0, D0}
     if phase in ("prefilling", "running"):
         b.dispatched(P0)
     if phase == "running":
