@@ -410,7 +410,7 @@ class EngineActor(Actor):
         self.emit(touched.values())
         self.destination.retry()
         if result.held or result.ended:
-            self.prefix.write_back()
+            self.prefix.computed()
 
     def emit(self, works: Any) -> None:
         """Send new items: one message per detokenizer."""

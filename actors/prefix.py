@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOOKUP_LIMIT_S = 0.06
 COPY_LIMIT_S = 1.0
 MIN_BLOCKS = 2  # shorter prefixes are computed faster than they are asked for
+HASHED_HERE = 8192  # tokens: half a millisecond on the loop; the way to the engine's thread and back takes longer
 WRITE_BATCH = 64
 WRITE_ANSWER_S = 1.0
 JOB_RESEND_S = 1.0
@@ -61,7 +62,7 @@ class PrefixStore:
         self._engine = engine
         self._loads: dict[str, _Load] = {}
         self._write: tuple[str, _Write] | None = None
-        self._collecting = False
+        self._collecting = self._computed = False
         self._number = 0
         telemetry = engine.context.telemetry
         self._loaded = telemetry.counter("kv_blocks_loaded_total", "Blocks loaded from the host tier")
@@ -77,19 +78,23 @@ class PrefixStore:
 
     def begin(self, work: Work, sequences: list[Sequence]) -> None:
         """Give a request's sequences to the engine, after its prompt's stored prefix where that is worth it."""
-        kv = self._engine.neighbour("kv")
+        kv, pool = self._engine.neighbour("kv"), self._engine.pool
         short = not sequences or sequences[0].num_tokens <= MIN_BLOCKS * BLOCK_TOKENS
-        if kv is None or short or len(work.record.prompt_ids) != 1:
+        if kv is None or pool is None or short or len(work.record.prompt_ids) != 1:
             self._add(work, sequences)
             return
         tokens, root = sequences[0].tokens, self._engine.root(salt_of(work.record))
 
-        def peek(core: EngineCore) -> tuple[list[bytes], list[bytes]]:
+        def missing() -> tuple[list[bytes], list[bytes]]:
             hashes = chain_hashes(tokens[: len(tokens) - 1], root=root)
-            have = core.pool.peek(hashes)[0]
+            have = pool.peek(hashes)[0]
             return hashes[have:], [root, *hashes][have : len(hashes)]
 
-        self._engine.call(peek, lambda got, error: self._ask(work, sequences, kv, got))
+        if len(tokens) <= HASHED_HERE:
+            # The engine's thread may change the pool meanwhile: what it has is a hint, as it is once the answer comes.
+            self._ask(work, sequences, kv, missing())
+        else:
+            self._engine.call(lambda _: missing(), lambda got, error: self._ask(work, sequences, kv, got))
 
     def _ask(self, work: Work, sequences: list[Sequence], kv: Ref, got: tuple[list[bytes], list[bytes]] | None) -> None:
         if self._engine.works.get(work.request_id) is not work:
@@ -119,7 +124,11 @@ class PrefixStore:
                 self._missed.labels("late").inc()
             return
         transfer = self._engine.neighbour("transfer")
-        if not msg.blocks or msg.pool is None or transfer is None:
+        if not msg.blocks:
+            del self._loads[msg.ticket]  # there is no lease to give back
+            self._add(load.work, load.sequences)
+            return
+        if msg.pool is None or transfer is None:
             self._give_up(msg.ticket, load)
             return
         load.copying, load.until = True, self._engine.clock.now() + COPY_LIMIT_S
@@ -222,6 +231,10 @@ class PrefixStore:
 
     # --- storing --------------------------------------------------------------------------------
 
+    def computed(self) -> None:
+        """There may be something to store: at the next tick, so as not to compete with the first token's way out."""
+        self._computed = True
+
     def write_back(self) -> None:
         """Store what was computed, one batch at a time."""
         kv = self._engine.neighbour("kv")
@@ -292,7 +305,10 @@ class PrefixStore:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """What takes too long is a miss."""
+        """What takes too long is a miss; what was computed is stored."""
+        if self._computed:
+            self._computed = False
+            self.write_back()
         for ticket, load in list(self._loads.items()):
             if now >= load.until:
                 self._missed.labels("slow").inc()
