@@ -15,7 +15,8 @@ from engine.plan import BatchPlan, Row, Sampled
 from kernels.sampling.native import sample
 from models import packed
 from models.native import BLOCK_TOKENS, NativeTransformer
-from models.source import ModelSource, open_model
+from models.quant import checked
+from models.source import open_model
 
 _PAGE = 4096
 
@@ -41,7 +42,7 @@ class NativeRunner(ModelRunner):
         """
         with open_model(model_path) as source:
             identity = source.fingerprint()
-            weights = packed.load(source.config, functools.partial(_tensor, source), identity, cache)
+            weights = packed.load(source.config, functools.partial(checked, source), identity, cache)
             self.config = source.config
             self.eos_ids = source.eos_ids
         self._model = NativeTransformer(self.config, weights, threads)
@@ -105,8 +106,3 @@ class NativeRunner(ModelRunner):
         self._model.close()
         if self._cores is not None:
             self._cores.close()
-
-
-def _tensor(source: ModelSource, name: str) -> tuple[str, packed.Bytes, tuple[int, ...]]:
-    found = source.tensor(name)
-    return found.kind, np.frombuffer(found.raw, dtype=np.uint8), tuple(found.shape)

@@ -1,9 +1,9 @@
 """Weights in the shape that the native kernels read, packed once per model file and mapped by every engine.
 
 The packed file lies in the cache directory. Its name holds the model's fingerprint and the version of the layout; its
-head holds sizes and a checksum, so that a file cut short by a full disk is packed again and never read. All engines of
-a host map the same pages. A cache that cannot be written costs memory, not service: the packed bytes then stay in the
-process.
+head says so too, and holds a checksum of the rest, so that a damaged file is packed again and never read. All engines
+of a host map the same pages. A cache that cannot be written costs memory, not service: the packed bytes then stay in
+the process.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ VERSION = 1  # of the layout of tiles; see kernels/linear/native.hpp
 LANES = 16
 _MAGIC = b"HEADRACE"
 _ALIGN = 64
+_HEAD = 24  # magic, checksum of all that follows, length of the description
 _FLOAT_CODES = {"BF16": 16, "F16": 17, "F32": 32}
 
 Bytes = npt.NDArray[np.uint8]
@@ -110,57 +111,52 @@ def load(config: ModelConfig, tensors: Tensors, fingerprint: str, directory: Pat
     """
     check_sizes(config)
     if directory is not None:
-        path = directory / "packed" / f"{fingerprint}-{VERSION}.hrw"
+        identity = f"{fingerprint}-{VERSION}"
+        path = directory / "packed" / f"{identity}.hrw"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.with_suffix(".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # engines start together; one packs, the others wait for its file
-                return _read(path) or _write(path, *_pack(config, tensors))
+                return _read(path, identity) or _write(path, identity, *_pack(config, tensors))
         except OSError:
             pass  # read-only or full: go on without a file
     entries, parts = _pack(config, tensors)
     return PackedWeights(memoryview(b"".join(parts)), entries)
 
 
-def _read(path: Path) -> PackedWeights | None:
-    """Map a packed file; None if there is none or it is not whole."""
+def _read(path: Path, identity: str) -> PackedWeights | None:
+    """Map a packed file; None if there is none, it is not whole, or it is another model's under this name."""
     try:
         with path.open("rb") as file:
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (FileNotFoundError, ValueError):
         return None
-    try:
-        size = int.from_bytes(view[8:16], "little")
-        head = json.loads(bytes(view[16 : 16 + size]))
-        start = _aligned(16 + size)
-        whole = bytes(view[:8]) == _MAGIC and len(view) == start + head["nbytes"]
-        if whole and xxhash.xxh3_64_intdigest(view[start:]) == head["checksum"]:
-            return PackedWeights(view[start:], head["entries"])
-    except (ValueError, KeyError, TypeError):
-        pass  # a head that cannot be read is a file that is not whole
-    return None
+    checksum, size = (int.from_bytes(view[at : at + 8], "little") for at in (8, 16))
+    if bytes(view[:8]) != _MAGIC or xxhash.xxh3_64_intdigest(view[16:]) != checksum:
+        return None
+    head = json.loads(bytes(view[_HEAD : _HEAD + size]))
+    return PackedWeights(view[_aligned(_HEAD + size) :], head["entries"]) if head["identity"] == identity else None
 
 
-def _write(path: Path, entries: dict[str, Any], parts: list[bytes]) -> PackedWeights:
+def _write(path: Path, identity: str, entries: dict[str, Any], parts: list[bytes]) -> PackedWeights:
+    head = json.dumps({"identity": identity, "entries": entries}, sort_keys=True).encode()
+    padding = b"\0" * (_aligned(_HEAD + len(head)) - _HEAD - len(head))
+    parts = [len(head).to_bytes(8, "little") + head + padding, *parts]
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)
-    head = json.dumps(
-        {"entries": entries, "nbytes": sum(map(len, parts)), "checksum": digest.intdigest()}, sort_keys=True
-    ).encode()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + len(head).to_bytes(8, "little") + head)
-            file.write(b"\0" * (_aligned(16 + len(head)) - 16 - len(head)))
+            file.write(_MAGIC + digest.intdigest().to_bytes(8, "little"))
             for part in parts:
                 file.write(part)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError:
         os.unlink(name)
-        return PackedWeights(memoryview(b"".join(parts)), entries)
-    packed = _read(path)
+        return PackedWeights(memoryview(b"".join(parts[1:])), entries)
+    packed = _read(path, identity)
     assert packed is not None, "what was just written reads back"
     return packed
 
