@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from engine.costs import Work, run_work
+from engine.costs import total_work
 from engine.failures import NOT_NUMBERS
 from engine.lending import Lending
 from engine.live import (
@@ -301,18 +301,19 @@ class EngineCore:
 
     def _drafts(self, decision: Decision) -> dict[Key, list[int]]:
         """Return guessed ids for sequences of a step of decodes alone, and see that they have room."""
-        if self._speculator is None or any(n > 1 or seq.handoff for seq, n, _ in decision.grants):
+        decoding = (seq.num_uncomputed == 1 and not seq.handoff for seq, _, _ in decision.grants)
+        if self._speculator is None or not all(decoding):
             return {}
         spare = self.scheduler.token_budget - len(decision.grants)
         share = min(self._speculator.max_draft, spare // max(1, len(decision.grants)))
         if share <= 0:
             return {}
-        base, wishes = Work(0, 0), []
+        wishes = []
         for seq, _, _ in decision.grants:
-            base = base.plus(run_work(seq.num_computed, 1))
             # One id comes without a guess.
             room = min(seq.sampling.max_tokens - len(seq.outputs) - 1, self.max_context - seq.num_tokens)
             wishes.append(Wish(seq.key, self._roster.live[seq.key].context, min(share, room)))
+        base = total_work((seq.num_computed, 1) for seq, _, _ in decision.grants)
         drafts = self._speculator.propose(wishes, base)
         for key, ids in drafts.items():
             seq = self._roster.live[key].seq
@@ -336,11 +337,8 @@ class EngineCore:
         except Exception as exc:  # whatever a runner raises is the end of this batch only
             self._counts["crashes"] += 1
             return [], f"{type(exc).__name__}: {exc}"
-        work = Work(0, 0)
-        for row in rows:
-            work = work.plus(run_work(row.start, len(row.ids)))
         took = self.now() - started
-        self.costs.observe(work, took)
+        self.costs.observe(total_work((row.start, len(row.ids)) for row in rows), took)
         if self._speculator is not None and all(len(row.ids) == 1 + len(row.draft) for row in rows):
             drafted, accepted = self._speculator.settle(rows, sampled, took)
             self._counts["drafted"] += drafted

@@ -9,6 +9,7 @@ size of a batch) is a factor per size, learnt as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 BLOCK_TOKENS = 16
@@ -36,15 +37,25 @@ def run_work(start: int, count: int) -> Work:
     return Work(count, count * (start + (count + 1) / 2))
 
 
+def total_work(runs: Iterable[tuple[int, int]]) -> Work:
+    """Return the work of a step: for each run of tokens its first position and its length."""
+    tokens, attended = 0, 0.0
+    for start, count in runs:
+        tokens += count
+        attended += count * (start + (count + 1) / 2)
+    return Work(tokens, attended)
+
+
 class _Size:
     """What is remembered of steps of about one size: weighted sums, and the factor to the fitted line."""
 
-    __slots__ = ("factor", "sums", "targets")
+    __slots__ = ("factor", "seen", "sums", "targets")
 
     def __init__(self) -> None:
         self.sums = [0.0] * 6  # upper triangle of the sum of x·xᵀ
         self.targets = [0.0] * 3
         self.factor = 1.0
+        self.seen = 0
 
 
 class StepCosts:
@@ -84,7 +95,8 @@ class StepCosts:
         line = self._line(work)
         if line > 0.0:
             ratio = min(max(seconds / line, 1 / _MAX_FACTOR), _MAX_FACTOR)
-            size.factor += (1 - _KEEP) * 2 * (ratio - size.factor)
+            size.seen += 1
+            size.factor += max(2 * (1 - _KEEP), 1 / size.seen) * (ratio - size.factor)
 
     def predict(self, work: Work) -> float | None:
         """Return the seconds of a step, or None before anything is known."""
@@ -165,8 +177,8 @@ class StepCosts:
 
 
 def _size_of(tokens: int) -> int:
-    """Number the sizes: each up to 8 tokens, then four per doubling."""
-    return tokens if tokens <= 8 else 9 + int(4 * math.log2(tokens / 8))
+    """Number the sizes: each up to 32 tokens (kernels change from one to the next), then four per doubling."""
+    return tokens if tokens <= 32 else 33 + int(4 * math.log2(tokens / 32))
 
 
 def _features(work: Work) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.costs import StepCosts, Work, run_work
+from engine.costs import StepCosts, Work
 from engine.lending import Lending
 from engine.parking import Parking
 from engine.roster import Roster
@@ -60,15 +60,13 @@ class Planner:
 
     def _prompt_tokens(self) -> int | None:
         """Return how many prompt tokens the pace of the running decodes leaves room for; None: as many as you like."""
-        decodes, prompts = Work(0, 0), []
-        for live in self._roster.running:
-            if live.seq.num_uncomputed > 1:
-                prompts.append(live.seq)
-            else:
-                decodes = decodes.plus(run_work(live.seq.num_computed, 1))
-        joining = min(len(prompts) + len(self._roster.waiting), self._scheduler.max_running - decodes.tokens)
-        if not decodes.tokens or joining <= 0:
+        prompts = [live.seq for live in self._roster.running if live.seq.num_uncomputed > 1]
+        num_decodes = len(self._roster.running) - len(prompts)
+        joining = min(len(prompts) + len(self._roster.waiting), self._scheduler.max_running - num_decodes)
+        if not num_decodes or joining <= 0:
             return None
+        context = sum(live.seq.num_computed + 1 for live in self._roster.running)
+        decodes = Work(num_decodes, context - sum(seq.num_computed + 1 for seq in prompts))
         start = prompts[0].num_computed if prompts else 0
         return self.costs.prompt_tokens(decodes, joining, start, self._scheduler.token_budget)
 

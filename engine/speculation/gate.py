@@ -97,7 +97,9 @@ class Gate:
         total = sum(count for _, count, _ in guessed)
         if total:
             step_s = self._costs.predict(base) or 0.0
-            cost = CAUTION * (self._costs.extra(base, guesses) or 0.0) + drafting_s
+            # What the step really took counts where it is more: estimates may be wrong in the same way for long.
+            extra_s = CAUTION * (self._costs.extra(base, guesses) or 0.0)
+            cost = max(extra_s, min(seconds - step_s, step_s)) + drafting_s
             right = sum(hits for _, _, hits in guessed)
             self.purse_s += right * step_s / max(1, base.tokens) - cost
             self._drafting_s += 0.1 * (drafting_s / total - self._drafting_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from engine.costs import StepCosts, Work, run_work
+from engine.costs import StepCosts, Work, total_work
 from engine.plan import Row, Sampled
 from engine.sequence import Key
 from engine.speculation.drafter import Drafter, Wish
@@ -53,18 +53,17 @@ class Speculator:
 
     def settle(self, rows: Sequence[Row], sampled: Sequence[Sampled], seconds: float) -> tuple[int, int]:
         """Learn from a step of decodes; returns how many ids were guessed, and how many were right."""
-        base, extra = Work(0, 0), Work(0, 0)
         guessed: list[tuple[Key, int, int]] = []
         plain: list[Key] = []
         num_ids = Counter(one.key for one in sampled if one.error is None)
         for row in rows:
-            known = len(row.ids) - len(row.draft)
-            base = base.plus(run_work(row.start, known))
             if row.draft:
-                extra = extra.plus(run_work(row.start + known, len(row.draft)))
                 guessed.append((row.key, len(row.draft), max(0, num_ids[row.key] - 1)))
             else:
                 plain.append(row.key)
+        # Steps of decodes alone come here: one known id, then the guesses.
+        base = total_work((row.start, 1) for row in rows)
+        extra = total_work((row.start + 1, len(row.draft)) for row in rows if row.draft)
         self.gate.settle(guessed, base, extra, seconds, self._drafting_s)
         self.gate.skipped(plain)
         return sum(count for _, count, _ in guessed), sum(hits for _, _, hits in guessed)

@@ -26,6 +26,17 @@ class Machine:
         return self.fixed_s + self.row_s * max(0, work.tokens - self.kink)
 
 
+@dataclass
+class Cliff(Machine):
+    """One row more than its tile costs a tile more."""
+
+    tile: int = 16
+
+    def seconds(self, work: Work) -> float:
+        return self.fixed_s + self.row_s * self.tile * -(-work.tokens // self.tile)
+
+
+CLIFF = Cliff(0.002, 0.001)
 SLOPED = Machine(0.008, 0.0008)
 FREE = Machine(0.01, 0.0008, kink=8)
 STEEP = Machine(0.001, 0.003)
@@ -72,7 +83,7 @@ def simulate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [SLOPED, FREE, STEEP], ids=["sloped", "free", "steep"])
+@pytest.mark.parametrize("machine", [SLOPED, FREE, STEEP, CLIFF], ids=["sloped", "free", "steep", "cliff"])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.98])
 def test_it_never_costs_more_than_two_percent(machine: Machine, rows: int, chance: float) -> None:

@@ -150,6 +150,16 @@ def test_guesses_stay_within_the_budget_and_never_take_the_last_blocks(tmp_path:
     assert core.statistics()["preempted_total"] == 0
 
 
+def test_a_prompt_computed_token_by_token_is_not_guessed_into(tmp_path: Path) -> None:
+    """A chunk of one token is no decode."""
+    oracle = Oracle(0.2)
+    oracle.prompts[Key("a", 0)] = 20
+    core = eager(make_core(tmp_path, scheduler=Scheduler(16, 32, 4, 1), drafter=oracle))
+    core.add(sequence("a", prompt(20), max_tokens=30))
+
+    assert run(core)[Key("a", 0)] == expected(prompt(20), 30)
+
+
 def test_an_abort_in_the_midst_of_guessing_frees_everything(tmp_path: Path) -> None:
     """Blocks taken for guesses go back as all others."""
     oracle = Oracle(0.5)
