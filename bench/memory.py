@@ -33,7 +33,7 @@ from chaos.workload import chat
 from headrace.fetch import ensure_model
 
 NODE_POOL_TOKENS, NODE_LIMIT_MB = 4096, 700.0
-WARM_UP = 0.25  # of the requests: tables and caches that are bounded fill up first
+WARM_UP = 0.5  # of the requests: tables and caches that are bounded fill up first (the largest takes 30,000)
 SAMPLES = 120
 ENGINES = ("prefill", "decode", "both")
 
