@@ -223,3 +223,16 @@ def test_a_poisoned_token_reaches_the_rows_that_see_it() -> None:
         assert np.isnan(context.attend(0, [50], q)).any()
         assert np.isnan(context.attend(0, [99], q)).any()
         assert np.array_equal(bits(context.attend(0, [49], q)), bits(want))
+
+
+@pytest.mark.xfail(reason="weights of 0 are multiplied with values of later tokens of the same run")
+def test_a_poisoned_token_does_not_reach_earlier_rows_of_its_own_run() -> None:
+    """A wrong guess that makes NaN must not take the token before it along."""
+    context = Context(1, 32, 60)
+    context.values[50, 0, 7] = np.nan
+    context.write(50)
+    q = _normal(2, 32, seed=3)
+
+    together = context.attend(0, [49, 50], q)
+
+    assert np.array_equal(bits(together[:1]), bits(context.attend(0, [49], q[:1])))

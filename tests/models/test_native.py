@@ -184,6 +184,7 @@ def test_logits_and_most_likely_ids_are_those_of_torch(name: str, tmp_path: Path
         compare(bench, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_file_and_a_folder_of_the_same_values_give_the_numbers_of_torch(family: str, tmp_path: Path) -> None:
     """Eight kinds of weights in one file, and all of them as F32 in a folder with the other pairing."""

@@ -207,6 +207,7 @@ def test_a_full_disk_costs_memory_and_leaves_nothing_behind(
     assert [p.suffix for p in (tmp_path / "packed").iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_engines_that_start_together_pack_once(model: Path, tmp_path: Path) -> None:
     """Three processes at once; the others wait for the file of one."""
     program = (
