@@ -1,65 +1,93 @@
-"""Who computes on how many cores: engines of one machine share them step by step, without a word to each other.
+"""How many threads a step takes, so that the engines of one machine do not trample each other.
 
-There is a lock file per core. An engine that begins a step takes as many as it could use and finds free, and lets them
-go at the step's end; with none free it still computes, on one thread. So a prompt alone on the machine gets all cores,
-and engines that are busy at the same time get one each, instead of more threads than cores that wait for one another at
-every layer. The kernel lets a dead process's locks go.
+Threads of a step wait for one another after every op; with more of them than cores they wait for whole time slices of
+the scheduler. So engines tell each other, in a small shared file, when they compute: an engine alone takes all cores,
+and engines that are busy at the same time share them evenly, each with one thread at least. No engine waits for
+another one, and one that dies is forgotten.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
+import mmap
 import os
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 STREAMED_PER_THREAD = 128 << 20  # bytes
+SLOTS = 256
+IDLE_AFTER_S = 0.05  # between two steps an engine is still busy
+DEAD_AFTER_S = 30.0  # a step that takes longer ended with its process
+
+_SLOT = struct.Struct("<dd")  # begin and end of the last step, monotonic seconds of the machine
 
 
 class CoreShare:
-    """This process's claim on the machine's cores. Not thread-safe."""
+    """This process's place among the engines of the machine. Not thread-safe."""
 
-    def __init__(self, directory: Path, cores: int) -> None:
-        """Open the lock files.
+    def __init__(self, directory: Path, cores: int, now: Callable[[], float]) -> None:
+        """Take a slot.
 
         Args:
-            directory: where they lie; made if missing. All engines of a machine name the same.
+            directory: where the shared file lies; made if missing. All engines of a machine name the same.
             cores: how many there are.
+            now: monotonic seconds, the same clock in all processes.
 
         Raises:
-            OSError: a file cannot be made.
+            OSError: the file cannot be made, or all slots are taken.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._files = [
-            os.open(directory / f"core-{i}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666) for i in range(cores)
-        ]
-        self._held: list[int] = []
-        self._first = os.getpid() % max(1, cores)  # engines begin at different cores, so they seldom meet
+        self._cores = cores
+        self._now = now
+        self._file = os.open(directory / "steps", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(self._file, SLOTS * _SLOT.size)
+            self._slot = self._take_slot()
+            self._map = mmap.mmap(self._file, SLOTS * _SLOT.size)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._at = self._slot * _SLOT.size
+        _SLOT.pack_into(self._map, self._at, 0.0, 0.0)
 
-    def take(self, wanted: int) -> int:
-        """Take up to `wanted` free cores; returns how many threads to compute on, at least 1."""
-        count = len(self._files)
-        for i in range(count):
-            if len(self._held) >= wanted:
-                break
-            file = self._files[(self._first + i) % count]
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._held.append(file)
-        return max(1, len(self._held))
+    def begin(self) -> int:
+        """Tell the others that a step begins; returns on how many threads to compute it, at least 1."""
+        now = self._now()
+        _SLOT.pack_into(self._map, self._at, now, 0.0)
+        others = sum(
+            self._busy(begun, ended, now)
+            for slot, (begun, ended) in enumerate(_SLOT.iter_unpack(self._map[: SLOTS * _SLOT.size]))
+            if begun and slot != self._slot
+        )
+        return max(1, self._cores // (others + 1))
 
-    def give_back(self) -> None:
-        """Let all cores go."""
-        for file in self._held:
-            fcntl.flock(file, fcntl.LOCK_UN)
-        self._held.clear()
+    def end(self) -> None:
+        """Tell the others that the step is over."""
+        begun, _ = _SLOT.unpack_from(self._map, self._at)
+        _SLOT.pack_into(self._map, self._at, begun, self._now())
 
     def close(self) -> None:
-        """Let all cores go and close the files."""
-        self._held.clear()
-        for file in self._files:
-            os.close(file)
-        self._files.clear()
+        """Leave the slot to somebody else."""
+        _SLOT.pack_into(self._map, self._at, 0.0, 0.0)
+        self._map.close()
+        os.close(self._file)
+
+    @staticmethod
+    def _busy(begun: float, ended: float, now: float) -> bool:
+        if ended:
+            return now - ended < IDLE_AFTER_S
+        return now - begun < DEAD_AFTER_S
+
+    def _take_slot(self) -> int:
+        for slot in range(SLOTS):
+            try:
+                # Held until the file is closed, by the kernel when the process dies.
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, _SLOT.size, slot * _SLOT.size)
+                return slot
+            except (BlockingIOError, PermissionError):
+                continue
+        raise OSError(f"{SLOTS} engines run on this machine already")
 
 
 def useful_threads(threads: int, num_tokens: int, weight_nbytes: int) -> int:

@@ -48,6 +48,7 @@ class NativeRunner(ModelRunner):
         self._model = NativeTransformer(self.config, weights, threads)
         self._threads = threads
         self._cores = cores
+        self._allowed = threads
         self._weight_nbytes = weights.nbytes
         config = self.config
         self.vocab_size = config.vocab_size
@@ -73,20 +74,20 @@ class NativeRunner(ModelRunner):
         """Compute rows, write their KV; return float32 logits `[sum of num_wanted, vocab]`, valid until the next."""
         assert self._pool is not None, "bind a pool first"
         threads = useful_threads(self._threads, sum(len(row.ids) for row in rows), self._weight_nbytes)
-        if self._cores is not None:
-            threads = self._cores.take(threads)
-        try:
-            wanted = [row.num_wanted for row in rows]
-            return self._model.forward(rows, int(self._pool.ctypes.data), wanted, threads)
-        finally:
-            if self._cores is not None:
-                self._cores.give_back()
+        wanted = [row.num_wanted for row in rows]
+        return self._model.forward(rows, int(self._pool.ctypes.data), wanted, min(threads, self._allowed))
 
     def execute(self, plan: BatchPlan) -> list[Sampled]:
         """Compute one step; returns what `Row` asks for, in the order of rows."""
         if not plan.rows:
             return []
-        return self._choose(plan.rows, self.logits(plan.rows), self._sample)
+        if self._cores is None:
+            return self._choose(plan.rows, self.logits(plan.rows), self._sample)
+        self._allowed = self._cores.begin()
+        try:
+            return self._choose(plan.rows, self.logits(plan.rows), self._sample)
+        finally:
+            self._cores.end()
 
     def warm_up(self) -> None:
         """Compute a short prompt and one decoded token on scratch blocks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.cores import CoreShare
@@ -12,7 +13,15 @@ from kernels import registry
 from kernels.native import BuildError
 
 
-def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Path | None) -> ModelRunner:
+def load_runner(
+    model: Path,
+    *,
+    engine: str,
+    dtype: str,
+    threads: int,
+    cache: Path | None,
+    now: Callable[[], float] | None = None,
+) -> ModelRunner:
     """Load a model into the runner that `engine` asks for.
 
     Args:
@@ -21,7 +30,9 @@ def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Pa
             kernels allow it, else torch.
         dtype: "auto", or the arithmetic of the torch runner: "bfloat16" or "float32".
         threads: of the engine.
-        cache: directory of packed weights and compiled kernels.
+        cache: directory of packed weights.
+        now: monotonic seconds, the same in all processes of the machine, to share its cores with other engines; None:
+            all threads in every step.
 
     Raises:
         ModelFileError: the file is corrupt or not supported.
@@ -34,7 +45,7 @@ def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Pa
         from models.packed import Unpackable
 
         try:
-            return NativeRunner(model, threads, cache, _cores(threads))
+            return NativeRunner(model, threads, cache, _cores(threads, now))
         except (Unpackable, BuildError):
             if engine == "native":
                 raise
@@ -46,11 +57,13 @@ def load_runner(model: Path, *, engine: str, dtype: str, threads: int, cache: Pa
     return TorchRunner(model, "bfloat16" if dtype == "auto" else dtype, threads)
 
 
-def _cores(threads: int) -> CoreShare | None:
-    """Return the share of this machine's cores; None where a single thread needs none."""
-    if threads == 1:
+def _cores(threads: int, now: Callable[[], float] | None) -> CoreShare | None:
+    """Return the share of this machine's cores; None where there is nothing to share."""
+    if threads == 1 or now is None:
         return None
     try:
-        return CoreShare(Path(tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}", len(os.sched_getaffinity(0)))
+        return CoreShare(
+            Path(tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}", len(os.sched_getaffinity(0)), now
+        )
     except OSError:
         return None

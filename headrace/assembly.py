@@ -167,7 +167,7 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
     return EngineActor(
         context,
         role=role,
-        make_runner=functools.partial(_runner, parts),
+        make_runner=functools.partial(_runner, parts, context.clock.now),
         directory=Path(settings.shm_dir),
         prefix=settings.pool_prefix,
         num_blocks=settings.num_blocks,
@@ -188,7 +188,7 @@ def _text(parts: Parts) -> ByteText | ModelText:
     return load_text(parts.model)
 
 
-def _runner(parts: Parts) -> Runner:
+def _runner(parts: Parts, now: Callable[[], float]) -> Runner:
     """Return the engine's runner; called in the engine's thread."""
     kind = served.engine_kind(parts.settings)
     if kind == "scripted":
@@ -209,6 +209,7 @@ def _runner(parts: Parts) -> Runner:
         dtype=parts.settings.dtype,
         threads=threads_per_engine(parts.settings),
         cache=served.cache_root(parts.settings),
+        now=now,
     )
 
 

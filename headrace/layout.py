@@ -54,7 +54,7 @@ def drain_order(plans: list[NodePlan]) -> list[list[NodePlan]]:
 def threads_per_engine(settings: Settings, cores: int | None = None) -> int:
     """Return the most threads of one engine: as set, else the cores that it may run on.
 
-    Engines take cores step by step and let them go (`engine/cores.py`), so each may have as many threads as there are.
+    Engines that are busy at the same time share the cores (`engine/cores.py`), so each may have as many as there are.
     """
     if settings.threads:
         return settings.threads
@@ -86,6 +86,4 @@ def explain(settings: Settings, cores: int) -> str:
         return f"{engines}; each on its own part of {cores} cores (affinity: spread)"
     if threads == 1:
         return f"{engines}; one thread each"
-    return (
-        f"{engines}; up to {threads} threads each: a step takes the cores that are free, at least one, and lets them go"
-    )
+    return f"{engines}; up to {threads} threads each: engines busy at the same time share the cores"

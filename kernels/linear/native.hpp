@@ -91,10 +91,17 @@ inline void quantize_row(const float* x, const Activations& a, int64_t row) {
         if (a.group == 32) top = max(top, abs(load(x + at + LANES)));
         const float most = highest(top);
         const float scale = most / 32512.0f;
-        const F inverse = splat(most > 0.0f ? 32512.0f / most : 0.0f);
+        const F inverse = splat(most > 1e-33f ? 32512.0f / most : 0.0f);  // else the quotient may be infinite
         alignas(64) int32_t q[32];
         int32_t total = 0;
-        for (int i = 0; i < a.group; i += LANES) istore(q + i, to_int(mul(load(x + at + i), inverse)));
+        F wrong = zero();  // 0, or NaN where a value is no number: maxima pass over those
+        for (int i = 0; i < a.group; i += LANES) {
+            const F values = load(x + at + i);
+            wrong = add(wrong, sub(values, values));
+            istore(q + i, to_int(mul(values, inverse)));
+        }
+        const float marked = scale + sum(wrong);
+        if (!(marked == marked)) std::memset(q, 0, sizeof q);
         alignas(64) int32_t packed_high[8], packed_low[8];
         for (int step = 0; step < steps; step++) {
             uint32_t high = 0, low = 0;
@@ -113,9 +120,8 @@ inline void quantize_row(const float* x, const Activations& a, int64_t row) {
             out[(steps + step) * width] = packed_low[step];
         }
         // A row that is not numbers must stay so: NaN in the scale reaches every output.
-        const float held = most == most && most <= std::numeric_limits<float>::max() ? scale : std::nanf("");
-        const float weighted = held * static_cast<float>(total);
-        std::memcpy(out + 2 * steps * width, &held, 4);
+        const float weighted = marked * static_cast<float>(total);
+        std::memcpy(out + 2 * steps * width, &marked, 4);
         std::memcpy(out + (2 * steps + 1) * width, &weighted, 4);
         out[(2 * steps + 2) * width] = -a.zero * total;
     }

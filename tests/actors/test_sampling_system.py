@@ -216,7 +216,7 @@ def test_logits_that_are_no_numbers_fail_one_request(tmp_path: Path) -> None:
         texts = await finished(f, *before, after)
         await f.end(poisoned)
 
-        assert poisoned.error == "engine_failed"
+        assert poisoned.error == "logits_not_numbers"
         assert poisoned.num_items == 0
         wanted = [oracle(PROMPT, 32, temperature=0.8, seed=i) for i in range(2)]
         assert texts == [*wanted, oracle(PROMPT, 32, **SEEDED)]

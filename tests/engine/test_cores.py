@@ -11,75 +11,111 @@ from pathlib import Path
 
 import pytest
 
-from engine.cores import STREAMED_PER_THREAD, CoreShare, useful_threads
+from engine import cores
+from engine.cores import DEAD_AFTER_S, IDLE_AFTER_S, STREAMED_PER_THREAD, CoreShare, useful_threads
 
 HOLDER = """
-import sys
+import sys, time
 from pathlib import Path
 from engine.cores import CoreShare
-share = CoreShare(Path(sys.argv[1]), 4)
-print(share.take(3), flush=True)
+share = CoreShare(Path(sys.argv[1]), 4, time.monotonic)
+print(share.begin(), flush=True)
 sys.stdin.read()
 """
 
 
+class Now:
+    """A clock that stands still unless told."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
 @pytest.fixture
-def share(tmp_path: Path) -> Iterator[CoreShare]:
-    made = CoreShare(tmp_path / "cores", 4)
-    yield made
-    made.close()
+def now() -> Now:
+    return Now()
 
 
-def test_an_engine_alone_gets_all_the_cores_that_it_can_use(share: CoreShare) -> None:
-    assert share.take(4) == 4
-    share.give_back()
-    assert share.take(2) == 2
-    share.give_back()
-    assert share.take(9) == 4
+@pytest.fixture
+def pair(tmp_path: Path, now: Now) -> Iterator[tuple[CoreShare, CoreShare]]:
+    """Two engines of one machine (record locks belong to processes: the second slot is taken by hand)."""
+    first = CoreShare(tmp_path, 4, now)
+    second = CoreShare.__new__(CoreShare)
+    original = CoreShare._take_slot
+    CoreShare._take_slot = lambda self: 1  # type: ignore[method-assign]
+    try:
+        second.__init__(tmp_path, 4, now)  # type: ignore[misc]
+    finally:
+        CoreShare._take_slot = original  # type: ignore[method-assign]
+    yield first, second
+    first.close()
+    second.close()
 
 
-def test_two_engines_never_hold_the_same_core(share: CoreShare, tmp_path: Path) -> None:
-    other = CoreShare(tmp_path / "cores", 4)
-    assert share.take(3) == 3
-    assert other.take(3) == 1
-    share.give_back()
-    other.give_back()
-    assert other.take(3) == 3
-    other.close()
+def test_an_engine_alone_gets_all_cores(pair: tuple[CoreShare, CoreShare]) -> None:
+    assert pair[0].begin() == 4
 
 
-def test_with_no_core_free_an_engine_still_computes(share: CoreShare, tmp_path: Path) -> None:
-    other = CoreShare(tmp_path / "cores", 4)
-    share.take(4)
-    assert other.take(4) == 1
-    other.close()
+def test_engines_that_compute_at_the_same_time_share_evenly(pair: tuple[CoreShare, CoreShare]) -> None:
+    first, second = pair
+    first.begin()
+    assert second.begin() == 2
+    assert first.begin() == 2
 
 
-def test_a_killed_engine_leaves_no_core_taken(share: CoreShare, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "cores")]
+def test_an_engine_between_two_steps_still_counts(pair: tuple[CoreShare, CoreShare], now: Now) -> None:
+    first, second = pair
+    first.begin()
+    first.end()
+    now.at += IDLE_AFTER_S / 2
+    assert second.begin() == 2
+    now.at += IDLE_AFTER_S
+    assert second.begin() == 4
+
+
+def test_there_is_always_one_thread(tmp_path: Path, now: Now, pair: tuple[CoreShare, CoreShare]) -> None:
+    first, second = pair
+    first._cores = second._cores = 1
+    first.begin()
+    assert second.begin() == 1
+
+
+def test_a_step_that_never_ended_is_forgotten(pair: tuple[CoreShare, CoreShare], now: Now) -> None:
+    first, second = pair
+    first.begin()
+    now.at += DEAD_AFTER_S + 1
+    assert second.begin() == 4
+
+
+def test_a_slot_is_free_again_when_its_process_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline().strip() == "3"
-        assert share.take(4) == 1
-        share.give_back()
+        assert holder.stdout.readline().strip() == "4"
+        beside = CoreShare(tmp_path, 4, Now())
+        assert beside._slot == 1
+        beside.close()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    assert share.take(4) == 4
-
-
-def test_closing_lets_go(tmp_path: Path) -> None:
-    first = CoreShare(tmp_path, 2)
-    first.take(2)
-    first.close()
-    second = CoreShare(tmp_path, 2)
-    assert second.take(2) == 2
-    second.close()
+    after = CoreShare(tmp_path, 4, Now())
+    assert after._slot == 0
+    assert after.begin() == 4
+    after.close()
 
 
 def test_files_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        CoreShare(tmp_path / "file" / "cores", os.cpu_count() or 1)
+        CoreShare(tmp_path / "file" / "cores", os.cpu_count() or 1, Now())
+
+
+def test_too_many_engines_are_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "SLOTS", 0)
+    with pytest.raises(OSError, match="run on this machine already"):
+        CoreShare(tmp_path, 4, Now())
 
 
 @pytest.mark.parametrize(
