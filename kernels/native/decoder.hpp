@@ -147,9 +147,9 @@ class Decoder {
             return a;
         }
         const Activations a = shape_for(w, rows, words_.data());
-        constexpr int64_t AT_ONCE = 4;
-        shared(phase, (rows + AT_ONCE - 1) / AT_ONCE, [&](int64_t piece) {
-            for (int64_t row = piece * AT_ONCE; row < std::min(rows, (piece + 1) * AT_ONCE); row++)
+        // Rows of a block lie interleaved: one thread fills it, or two would take its cache lines from each other.
+        shared(phase, a.blocks(), [&](int64_t block) {
+            for (int64_t row = block * a.width; row < std::min(rows, (block + 1) * a.width); row++)
                 quantize_row(fill(row, buffer), a, row);
         });
         team_.meet();
