@@ -55,13 +55,14 @@ def place(
 
     Prefers a pair of prefill and decode, then a `both`, then any engine at all: every engine can run a request whole,
     so that one survivor is enough. A request that ends with its first token is never handed over, nor is a short prompt
-    with one choice when the decode engine has nothing to do: a prefill engine is there so that prompts do not hold up
-    running streams, and where none runs the hand-off is only a delay.
+    with one choice when the decode engine has nothing to do, or no more than the prefill engine: a prefill engine is
+    there so that prompts do not hold up running streams; where none runs the hand-off is only a delay, and a prompt
+    that would have to queue there starts sooner elsewhere, in chunks that keep the pace of the streams.
 
     Args:
         in_flight: tokens' worth of work sent to each engine since its last heartbeat, by this sender.
         prompt_tokens: the length of the prompt, all prompts together.
-        whole_below: prompts shorter than this are worth no hand-off to an idle engine; 0: all are handed over.
+        whole_below: prompts shorter than this may run whole on a decode engine; 0: all are handed over.
         avoid: engines to take only when no other is left (suspects).
     """
 
@@ -74,8 +75,10 @@ def place(
     if prefill is not None and decode is not None:
         pair = Placement(prefill, decode)
         if num_choices == 1 and max_tokens > 1 and prompt_tokens < whole_below:
-            idle = any(c.ref == decode and _idle(c, in_flight, now) for c in engines.decode)
-            pair = Placement(decode, None) if idle else pair
+            there = next(c for c in engines.decode if c.ref == decode)
+            ahead = next(c for c in engines.prefill if c.ref == prefill)
+            sooner = _cost(there, in_flight, now) <= _cost(ahead, in_flight, now)
+            pair = Placement(decode, None) if sooner or _idle(there, in_flight, now) else pair
         if both is None:
             return Placement(prefill, None) if max_tokens <= 1 else pair
         costs = {c.ref: _cost(c, in_flight, now) for c in [*engines.prefill, *engines.decode, *engines.both]}
@@ -115,7 +118,7 @@ def _cost(c: Candidate, in_flight: Mapping[Ref, int], now: float) -> tuple[int, 
     stale = 1 if now - c.last_heard > STALE_AFTER_S else 0
     work = (
         float(load.get("queued_tokens", 0))
-        + 64.0 * (float(load.get("running", 0)) + float(load.get("waiting", 0)))
+        + 64.0 * sum(float(load.get(name, 0)) for name in ("running", "waiting", "expected"))
         + float(in_flight.get(c.ref, 0))
     )
     total = float(load.get("total_blocks", 0)) or 1.0

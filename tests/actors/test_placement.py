@@ -75,6 +75,16 @@ def test_a_prompt_is_handed_over_when_that_spares_somebody_or_its_choices_share_
         assert choose(prefill, decode, **pair) == Placement(prefill.ref, decode.ref)
 
 
+def test_a_short_prompt_does_not_queue_for_prefill_while_a_decode_engine_has_less_to_do() -> None:
+    """It starts there at once, in chunks that keep the pace of what runs."""
+    prefill, decode = engine("prefill", queued_tokens=300), engine("decode", running=2)
+
+    assert choose(prefill, decode, prompt_tokens=99, whole_below=100) == Placement(decode.ref, None)
+    assert choose(prefill, decode, prompt_tokens=100, whole_below=100).decode == decode.ref
+    crowded = engine("decode", running=9)
+    assert choose(prefill, crowded, prompt_tokens=99, whole_below=100) == Placement(prefill.ref, crowded.ref)
+
+
 def test_the_engine_with_less_work_is_chosen() -> None:
     """Running and waiting sequences, queued tokens and blocks in use all count."""
     prefill = engine("prefill")
