@@ -37,7 +37,7 @@ WHOLE_BELOW_TOKENS = 512  # two steps of the default budget: what comes next wai
 class AdmissionConfig:
     """Settings of admission.
 
-    `whole_below`: prompts of fewer tokens are not handed over where the decode engine has no more to do (`actors.placement`).
+    `whole_below`: prompts of fewer tokens may run whole on a decode engine (`actors.placement`).
     """
 
     models: tuple[str, ...]
