@@ -16,19 +16,9 @@ import torch
 from kernels.attention import reference as attention
 from models.config import ModelConfig
 from models.ops import Ops
+from models.run import Run
 
 BLOCK_TOKENS = attention.BLOCK_TOKENS
-
-
-class Run(Protocol):
-    """Consecutive tokens `[start, start + len(ids))` of one sequence whose positions from 0 lie in `blocks`."""
-
-    @property
-    def ids(self) -> Sequence[int]: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def blocks(self) -> Sequence[int]: ...
 
 
 class Plan(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from kernels import native
 from models.config import ModelConfig
 from models.packed import PackedWeights
+from models.run import Run
 
 BLOCK_TOKENS = 16
 _POINTER = ctypes.c_void_p
@@ -44,17 +44,6 @@ class _Model(ctypes.Structure):
 
 class _Run(ctypes.Structure):
     _fields_ = [("start", ctypes.c_int64), ("tokens", ctypes.c_int32), ("wanted", ctypes.c_int32), ("blocks", _POINTER)]
-
-
-class Run(Protocol):
-    """Consecutive tokens `[start, start + len(ids))` of one sequence whose positions from 0 lie in `blocks`."""
-
-    @property
-    def ids(self) -> Sequence[int]: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def blocks(self) -> Sequence[int]: ...
 
 
 class NativeTransformer:

@@ -13,9 +13,10 @@ import torch
 from kernels.attention.reference import tile_rows
 from kernels.rope.reference import turns_table
 from models import exactness
-from models.attention import BLOCK_TOKENS, Attention, PagedAttention, Plan, Run, TiledAttention, slots
+from models.attention import BLOCK_TOKENS, Attention, PagedAttention, Plan, TiledAttention, slots
 from models.config import ModelConfig
 from models.ops import torch_ops
+from models.run import Run
 from models.weights import Layer, Weights
 
 
