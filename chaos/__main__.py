@@ -85,7 +85,7 @@ async def _run(args: argparse.Namespace) -> int:
             instance = Instance(f"chaos-{args.port_base}", log=directory / "up.log")
             if args.engine == "scripted":
                 args.engine = f"scripted:{_script(directory)}"
-            await instance.start("--isolate", "--engine", args.engine, port_base=args.port_base)
+            await instance.start("--isolate", "--prefill", "1", "--engine", args.engine, port_base=args.port_base)
             where = instance.address
             _say(f"ready after {instance.ready_after_s:.1f} s; log {instance.log}, history {history}")
         outcomes = await _drive(where, scenarios, args, history)

@@ -168,7 +168,7 @@ def _memory(settings: Settings) -> Check:
     engines = settings.prefill + settings.decode + settings.both
     detail = f"{available / 2**30:.1f} GiB available for {engines} engines"
     if available < engines * 2**30:
-        return Check("memory", "warn", detail, "start fewer engines: headrace up --both 1 --prefill 0 --decode 0")
+        return Check("memory", "warn", detail, "start fewer engines: headrace up --decode 1")
     return Check("memory", "ok", detail)
 
 

@@ -51,8 +51,8 @@ class Settings(BaseSettings):
 
     # The shape of an instance
     instance: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="its name")
-    prefill: Count = Field(1, description="engines in the prefill role")
-    decode: Count = Field(2, description="engines in the decode role")
+    prefill: Count = Field(0, description="engines in the prefill role")
+    decode: Count = Field(2, description="engines in the decode role; without prefill they run prompts too")
     both: Count = Field(0, description="engines in both roles at once")
     isolate: bool = Field(False, description="one process per actor")
     threads: int = Field(0, ge=0, le=1024, description="most threads of an engine; 0: one per core")

@@ -179,7 +179,7 @@ async def check(where: Address, args: argparse.Namespace) -> dict[str, Any]:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Find or start an instance with one decode node and check it."""
-    async with serving(args, "--decode", "1") as where:
+    async with serving(args, "--prefill", "1", "--decode", "1") as where:
         return await check(where, args)
 
 

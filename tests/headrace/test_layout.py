@@ -10,11 +10,10 @@ def plans(**flags: object) -> list[tuple[str, tuple[str, ...]]]:
     return [(p.name, p.kinds) for p in plan_nodes(load(flags, environ={}).settings)]
 
 
-def test_the_default_is_one_prefill_two_decode_two_light_nodes_a_store_and_an_edge_alone() -> None:
+def test_the_default_is_two_decode_two_light_nodes_a_store_and_an_edge_alone() -> None:
     """Any one node may die and another one can take over, but for the edge."""
     assert plans() == [
         ("kv-0", ("kv", "transfer")),
-        ("prefill-0", ("prefill",)),
         ("decode-0", ("decode",)),
         ("decode-1", ("decode",)),
         ("light-0", ("admission", "tokenize", "detokenize")),
@@ -40,12 +39,12 @@ def test_counts_choose_the_engines() -> None:
 
 def test_every_planned_kind_is_a_known_one() -> None:
     """The command line takes what the layout asks for."""
-    assert {k for _, kinds in plans(both=1) for k in kinds} == set(KINDS)
+    assert {k for _, kinds in plans(prefill=1, both=1) for k in kinds} == set(KINDS)
 
 
 def test_the_edge_drains_first_and_the_store_last() -> None:
     """Nothing new comes in before those that hold work are asked to leave."""
-    groups = [[p.name for p in group] for group in drain_order(plan_nodes(load({}, environ={}).settings))]
+    groups = [[p.name for p in group] for group in drain_order(plan_nodes(settings_of(prefill=1)))]
 
     assert groups == [["edge"], ["light-0", "light-1"], ["prefill-0", "decode-0", "decode-1"], ["kv-0"]]
 

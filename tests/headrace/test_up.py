@@ -146,7 +146,7 @@ def test_ps_shows_every_actor_of_the_layout_with_its_process(up: Up) -> None:
 
     kinds = sorted(row["kind"] for row in rows)
     light = ["admission", "tokenize", "detokenize"]
-    assert kinds == sorted([*light, *light, "edge", "kv", "transfer", "prefill", "decode", "decode"])
+    assert kinds == sorted([*light, *light, "edge", "kv", "transfer", "decode", "decode"])
     assert {row["pid"] for row in rows} <= {p.pid for p in up.descendants()}
     assert {row["state"] for row in rows} == {"ready"}
     assert all(len(row["epoch"]) == 16 for row in rows)

@@ -24,7 +24,8 @@ def script_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def split(script_file: Path, tmp_path_factory: pytest.TempPathFactory, nats_binary: str) -> Iterator[System]:
     """One process per actor, prefill and decode apart, scripted engines."""
-    system = System(tmp_path_factory.mktemp("split"), "--isolate", "--engine", f"scripted:{script_file}")
+    options = ("--isolate", "--prefill", "1", "--engine", f"scripted:{script_file}")
+    system = System(tmp_path_factory.mktemp("split"), *options)
     system.start()
     yield system
     code, left = system.stop(), system.leftovers()
