@@ -1,9 +1,11 @@
 """Who guesses, and how far: by what extra rows cost now, and by how often a sequence's guesses were right. Pure.
 
-A guess is worth its chance times the time that an id takes otherwise; it costs what one more row adds to the step. Both
-come from measurements: the cost model knows steps by size, each sequence remembers its hits. Where guessing does not
-pay, it is tried again rarely. A purse bounds what errors of these estimates can cost: it gains a hundredth of the time
-of all steps, and what guesses saved; it pays for guesses; empty, nobody guesses.
+A guess is worth its chance times the time that an id takes otherwise; it costs what one more row adds to the step.
+Both come from measurements: the cost model knows steps by size, each sequence remembers its hits. Where guessing does
+not pay, it is tried again rarely, and in steps of many rows never: there a row more costs as much as its id is worth,
+and what is left to win is less than the errors of the estimates. A purse bounds what errors of these estimates can
+cost: it gains a hundredth of the time of all steps, and what guesses saved; it pays for guesses; empty, nobody
+guesses.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ FIRST_PURSE_S = 0.012
 MAX_PURSE_S = 0.2
 CAUTION = 1.15  # what guesses cost is taken as so much more: of estimates the lucky ones get chosen
 MARGIN = 0.02  # of a step: a smaller gain may be an error of the estimates
+MOST_ROWS = 8  # of a step: the kernels compute eight rows at once, and more rows cost what they give
 _KEEP = 0.85  # weight of a sequence's past at each new draft
 _KEEP_ALL = 0.98  # the same for all sequences together
 _PRIOR = 2.0  # guesses that the common rate counts for
@@ -72,7 +75,7 @@ class Gate:
     def lengths(self, candidates: Sequence[Candidate], base: Work) -> dict[Key, int]:
         """Return how many ids which sequence should guess in a step that computes `base` without guesses."""
         step_s = self._costs.predict(base)
-        if step_s is None or not candidates or self.purse_s <= 0.0:
+        if step_s is None or not candidates or self.purse_s <= 0.0 or base.tokens > MOST_ROWS:
             return {}
         value = step_s / base.tokens
         chances = {one.key: self.chance(one.key) for one in candidates}

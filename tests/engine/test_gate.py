@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.costs import StepCosts, Work, run_work
 from engine.sequence import Key
-from engine.speculation.gate import FIRST_PURSE_S, Candidate, Gate
+from engine.speculation.gate import FIRST_PURSE_S, MOST_ROWS, Candidate, Gate
 
 
 @dataclass
@@ -170,3 +170,19 @@ def test_lengths_are_within_their_limits(history: list[tuple[int, float]], limit
     lengths = gate.lengths(candidates, Work(max(1, len(limits)), 100))
 
     assert all(0 < count <= min(most, dict(candidates)[key]) for key, count in lengths.items())
+
+
+def test_nobody_guesses_in_a_crowd() -> None:
+    """With many rows in a step there is less to win than the estimates are wrong by."""
+    costs = StepCosts()
+    for count in (1, 2, 4, 8, 9, 16, 32, 64, 256):
+        for _ in range(5):
+            costs.observe(run_work(100, count), FREE.seconds(Work(count, 0)))
+    gate = Gate(costs, 8)
+    asked = {
+        rows: gate.lengths([Candidate(Key(f"s{n}", 0), 8) for n in range(rows)], Work(rows, rows * 100))
+        for rows in (1, MOST_ROWS + 1)
+    }
+
+    assert asked[1]
+    assert not asked[MOST_ROWS + 1]
