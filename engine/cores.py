@@ -17,7 +17,7 @@ from pathlib import Path
 
 STREAMED_PER_THREAD = 128 << 20  # bytes
 SLOTS = 256
-IDLE_AFTER_S = 0.05  # between two steps an engine is still busy
+IDLE_AFTER_S = 0.005  # between two steps an engine is still busy; a prompt elsewhere comes later than that
 DEAD_AFTER_S = 30.0  # a step that takes longer ended with its process
 
 _SLOT = struct.Struct("<dd")  # begin and end of the last step, monotonic seconds of the machine
