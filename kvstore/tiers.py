@@ -154,7 +154,7 @@ class HostTier:
             self._stored[digest] = Header(
                 digest, parent, BLOCK_TOKENS, total, self.epoch, ref.index, ref.generation
             )
-            self.events.record(Op.ADD, digest)
+            self.events.record(Op.ADD, digest, parent)
             inserted += 1
         # The head of a chain is touched last, so that its tail is evicted before it.
         for digest in reversed(write.hashes):
@@ -263,7 +263,8 @@ class HostTier:
 
     def dump(self) -> Dump:
         """Return everything that is stored, for an index that joins."""
-        return Dump(self.epoch, self.events.number, tuple(self._stored))
+        parents = tuple(header.parent for header in self._stored.values())
+        return Dump(self.epoch, self.events.number, tuple(self._stored), parents)
 
     @property
     def unconfirmed(self) -> dict[str, str]:
