@@ -1,34 +1,13 @@
-"""Which stored block goes first: a pure policy over keys."""
+"""Least recently used."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
-
-
-class EvictionPolicy(Protocol):
-    """Orders keys by their worth. Keys are block hashes."""
-
-    def insert(self, key: bytes) -> None:
-        """A new key is stored."""
-        ...
-
-    def touch(self, key: bytes) -> None:
-        """A stored key was used."""
-        ...
-
-    def remove(self, key: bytes) -> None:
-        """A key is gone."""
-        ...
-
-    def victim(self, can_go: Callable[[bytes], bool]) -> bytes | None:
-        """Return the key that should go next among those that can; changes nothing."""
-        ...
 
 
 class LruPolicy:
-    """Least recently used first."""
+    """Least recently used first. Memory: one entry per stored key."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -51,3 +30,7 @@ class LruPolicy:
     def victim(self, can_go: Callable[[bytes], bool]) -> bytes | None:
         """Return the least recently used key that can go."""
         return next((key for key in self._order if can_go(key)), None)
+
+    def statistics(self) -> dict[str, float]:
+        """Return gauges by name."""
+        return {"keys": len(self._order), "ghosts": 0}
