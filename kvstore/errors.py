@@ -5,7 +5,9 @@ KvError
 ├── PoolGone           another process's pool is not there (any more), or is not the one that the handle names
 ├── LayoutMismatch     two pools whose blocks cannot be copied into one another
 ├── TransferAborted    a copy was told to stop
-└── TransferCorrupt    a copy does not equal its source
+├── TransferCorrupt    a copy does not equal its source
+├── BadRecord          bytes on a disk are no sound record
+└── DiskBusy           a directory of records has an owner already
 """
 
 from __future__ import annotations
@@ -59,3 +61,20 @@ class TransferCorrupt(KvError):
         self.index = index
         self.expected = expected
         self.found = found
+
+
+class BadRecord(KvError):
+    """Raised when bytes on a disk are no record, or a damaged one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class DiskBusy(KvError):
+    """Raised when another owner holds the lock of a directory of records."""
+
+    def __init__(self, directory: str, owner: str) -> None:
+        super().__init__(f"{directory} belongs to {owner or 'another process'}")
+        self.directory = directory
+        self.owner = owner
