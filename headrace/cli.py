@@ -19,6 +19,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
+kv_app = typer.Typer(help="The KV store.", no_args_is_help=True)
+app.add_typer(kv_app, name="kv")
+
 KINDS_HELP = "edge, admission, tokenize, detokenize, prefill, decode, both, transfer, kv."
 
 ConfigFile = Annotated[str | None, typer.Option("--config", help="Settings file (default: headrace.toml here).")]
@@ -218,6 +221,19 @@ def config_command(as_json: AsJson = False, config: ConfigFile = None) -> None:
     from headrace.commands.config import show
 
     show(loaded, as_json=as_json)
+
+
+@kv_app.command("verify")
+def kv_verify(
+    directory: Annotated[str, typer.Argument(help="Directory of a disk tier (kv_disk_dir).")],
+    drop: Annotated[bool, typer.Option("--drop", help="Take bad records out.")] = False,
+) -> None:
+    """Check every block of a disk tier that nobody uses; exit code 1 if one is bad, 2 if the tier is in use."""
+    from pathlib import Path
+
+    from headrace.commands.kv import verify
+
+    sys.exit(verify(Path(directory), drop=drop))
 
 
 @app.command()

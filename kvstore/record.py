@@ -15,7 +15,8 @@
        248       8  xxh3_64 of the 248 bytes before
        256          payload
 
-Integers are little-endian. A header is whole or it is nothing: one wrong bit anywhere in it is found.
+Integers are little-endian. A header is whole or it is nothing: one wrong bit anywhere in it is found. A record is taken
+out of a file by overwriting its header with zeros.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ def pack(header: RecordHeader) -> bytes:
     )  # fmt: skip
     head = fields.ljust(_SUM_AT, b"\x00")
     return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def is_blank(data: bytes | bytearray | memoryview) -> bool:
+    """Whether a header's place was emptied (or never reached the disk): nothing is there, and nothing is wrong."""
+    return len(data) >= HEADER_NBYTES and not any(data[:HEADER_NBYTES])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> RecordHeader:

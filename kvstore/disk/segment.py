@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvstore.disk.files import Files, Found
 from kvstore.errors import BadRecord
-from kvstore.record import HEADER_NBYTES, RecordHeader, unpack
+from kvstore.record import HEADER_NBYTES, RecordHeader, is_blank, unpack
 
 MAX_IO_BUFFERS = 512  # the kernel takes 1,024 in one call
 MAX_READ_NBYTES = 8 << 20  # in one call: what a reader has to wait for before it may stop
@@ -150,7 +150,7 @@ def scan_segment(files: Files, folder: Path, found: Found, shelf: bytes, block_n
             try:
                 header = unpack(memoryview(head)[:got])
             except BadRecord:
-                out.bad += 1
+                out.bad += not is_blank(memoryview(head)[:got])
                 continue
             if header.shelf == shelf and header.nbytes == block_nbytes and offset + stride <= found.nbytes:
                 out.slots.append(Slot(offset, header))

@@ -10,6 +10,7 @@ One thread may write while others read. Times are seconds on any one clock.
 from __future__ import annotations
 
 import errno as codes
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class DiskTier:
             if self._owner is not None:
                 self._owner.release()
                 self._owner = None
-            self._owner = Lock(self.directory, f"epoch {self._epoch}")
+            self._owner = Lock(self.directory, f"process {os.getpid()}, epoch {self._epoch}")
         if not held or self.health.errno not in NO_ROOM:
             self._take_stock()  # whatever was wrong, files may be gone
         self._self_test()
