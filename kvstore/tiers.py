@@ -130,10 +130,11 @@ class HostTier:
         )
         return Staging(wanted, self.pool.refs(blocks))
 
-    def commit(self, ticket: str, ok: bool = True, checksums: Sequence[int] = ()) -> int:
+    def commit(self, ticket: str, ok: bool = True, checksums: Sequence[int] = (), *, head: bool = False) -> int:
         """End a write lease: insert its blocks, or drop them when not `ok`; returns how many were inserted.
 
-        A commit after the lease has lapsed inserts nothing and ends the quarantine: the writer is done.
+        With `head`, fewer checksums than blocks insert the first ones and drop the others. A commit after the lease has
+        lapsed inserts nothing and ends the quarantine: the writer is done.
         """
         if ticket in self._lapsed:
             self.absolve(ticket)
@@ -141,6 +142,10 @@ class HostTier:
         write = self._writes.pop(ticket, None)
         if write is None:
             return 0
+        if head and ok and 0 < len(checksums) < len(write.blocks):
+            self.pool.free(write.blocks[len(checksums) :])
+            for part in (write.hashes, write.parents, write.blocks):
+                del part[len(checksums) :]
         if not ok or len(checksums) != len(write.blocks):
             self._counts["aborted"] += 1
             self.pool.free(write.blocks)
@@ -195,6 +200,59 @@ class HostTier:
         if ticket in self._reads or len(self._reads) >= self._max_leases:
             self._counts["refused"] += 1
             return Found()
+        headers = self._follow(hashes, parents)
+        self._counts["hits"] += len(headers)
+        self._counts["misses"] += len(hashes) - len(headers)
+        if not headers:
+            return Found()
+        return self._pinned(ticket, headers, now + lease_s)
+
+    def extend(
+        self,
+        ticket: str,
+        held: int,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        now: float,
+        lease_s: float,
+    ) -> Found:
+        """Pin more of a chain under a read lease and renew it; returns all that is pinned then.
+
+        Args:
+            ticket: names the lease.
+            held: how many blocks it has, 0 for a new one. If it has not (any more), nothing is pinned.
+            hashes: of the blocks that follow.
+            parents: the hash before each.
+            now: the time.
+            lease_s: how long all of them stay pinned from now on.
+        """
+        read = self._reads.get(ticket)
+        if held != (0 if read is None else len(read.headers)):
+            return Found()
+        if read is None and len(self._reads) >= self._max_leases:
+            return Found()
+        more = self._follow(hashes, parents)
+        if read is None and not more:
+            return Found()
+        before = [] if read is None else read.headers
+        return self._pinned(ticket, more, now + lease_s, before=before)
+
+    def pin(self, ticket: str, hashes: Sequence[bytes], now: float, lease_s: float) -> list[Header]:
+        """Pin those of these blocks that are stored, whatever chains they belong to; it is no use of them."""
+        if ticket in self._reads or len(self._reads) >= self._max_leases:
+            return []
+        headers = [self._stored[digest] for digest in dict.fromkeys(hashes) if digest in self._stored]
+        for header in headers:
+            header.pins += 1
+        if headers:
+            self._reads[ticket] = _Read(headers, now + lease_s)
+        return headers
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._stored
+
+    def _follow(self, hashes: Sequence[bytes], parents: Sequence[bytes]) -> list[Header]:
+        """Return the headers of the longest stored prefix; one that does not fit the chain is dropped."""
         headers: list[Header] = []
         for position, digest in enumerate(hashes):
             header = self._stored.get(digest)
@@ -205,17 +263,17 @@ class HostTier:
                 self._condemn(digest)
                 break
             headers.append(header)
-        self._counts["hits"] += len(headers)
-        self._counts["misses"] += len(hashes) - len(headers)
-        if not headers:
-            return Found()
+        return headers
+
+    def _pinned(self, ticket: str, headers: list[Header], until: float, before: Sequence[Header] = ()) -> Found:
         for header in headers:
             header.pins += 1
         for header in reversed(headers):
             self._policy.touch(header.hash)
-        self._reads[ticket] = _Read(headers, now + lease_s)
-        refs = self.pool.refs([header.block for header in headers])
-        return Found(refs, [header.checksum for header in headers], now + lease_s)
+        everything = [*before, *headers]
+        self._reads[ticket] = _Read(everything, until)
+        refs = self.pool.refs([header.block for header in everything])
+        return Found(refs, [header.checksum for header in everything], until)
 
     def release(self, ticket: str) -> bool:
         """End a read lease; false if there is none (any more), and then what was read must not be used."""

@@ -162,6 +162,63 @@ def test_a_read_lease_ends_with_its_time(tier: HostTier) -> None:
     assert len(tier.reserve("w", other, parents, 6.0, 9.0).refs) == 1
 
 
+def test_a_read_lease_grows_with_what_is_stored_meanwhile(tier: HostTier) -> None:
+    """The blocks that follow are pinned under the same ticket; one release ends it all."""
+    store(tier, 1, 2)
+    hashes, parents = chain(1, 6)
+    assert len(tier.lookup("t", hashes, parents, 0.0, 5.0).refs) == 2
+    staging = tier.reserve("w", hashes, parents, 0.0, 9.0)
+    tier.commit("w", True, fill(tier, staging, 1))
+
+    found = tier.extend("t", 2, hashes[2:5], parents[2:5], 4.0, 5.0)
+
+    assert len(found.refs) == 5 and found.lease_until == 9.0 and len(found.checksums) == 5
+    assert tier.expire(8.0) == []
+    tier.check_integrity()
+    assert tier.release("t") and not tier.release("t")
+    assert len(tier.extend("new", 0, hashes, parents, 0.0, 5.0).refs) == 6
+    tier.release("new")
+
+
+def test_a_lapsed_lease_does_not_grow(tier: HostTier) -> None:
+    """A chain with a hole at its beginning would be worth nothing."""
+    hashes = store(tier, 1, 4)
+    _, parents = chain(1, 4)
+    tier.lookup("t", hashes[:2], parents[:2], 0.0, 5.0)
+    tier.expire(5.0)
+
+    assert tier.extend("t", 2, hashes[2:], parents[2:], 5.0, 5.0).refs == []
+    assert tier.extend("u", 0, [b"x" * 32], [b"y" * 32], 5.0, 5.0).refs == []
+    assert tier.statistics()["reads"] == 0
+
+
+def test_blocks_can_be_pinned_one_by_one(tier: HostTier) -> None:
+    """Those that are stored; they cannot be evicted meanwhile."""
+    one, two = store(tier, 1, 3), store(tier, 2, 5)
+
+    headers = tier.pin("t", [two[4], b"x" * 32, one[0], two[4]], 0.0, 5.0)
+
+    assert [h.hash for h in headers] == [two[4], one[0]]
+    assert tier.pin("t", one, 0.0, 5.0) == []
+    other, parents = chain(3, 8)
+    assert len(tier.reserve("w", other, parents, 0.0, 9.0).refs) == 6
+    assert two[4] in tier and one[0] in tier and one[1] not in tier
+    tier.commit("w", False)
+    assert tier.release("t")
+
+
+def test_a_writer_may_bring_only_the_head_of_its_chain(tier: HostTier) -> None:
+    """The rest is dropped; without saying so it brings nothing."""
+    hashes, parents = chain(1, 4)
+    sums = fill(tier, tier.reserve("w", hashes, parents, 0.0, 9.0), 1)
+    assert tier.commit("w", True, sums[:2], head=True) == 2
+
+    assert len(tier.lookup("t", hashes, parents, 0.0, 5.0).refs) == 2 and tier.pool.in_use == 2
+    tier.release("t")
+    tier.reserve("v", hashes, parents, 0.0, 9.0)
+    assert tier.commit("v", True, [], head=True) == 0 and tier.pool.in_use == 2
+
+
 def test_a_lapsed_writer_keeps_its_blocks_until_it_is_done(tier: HostTier) -> None:
     """They are neither stored nor reused; a late commit inserts nothing and frees them."""
     hashes, parents = chain(1, 8)
