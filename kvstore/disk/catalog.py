@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.eviction import EvictionPolicy
+from kvstore.index import EventLog, Op
 
 
 @dataclass(slots=True, eq=False)
@@ -38,14 +39,19 @@ class _Lease:
 class Catalog:
     """The ledger of one folder. A segment is listed, or doomed (no record of it can be found, its file still lies)."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        """Start empty; the policy orders segments by name."""
+    def __init__(self, policy: EvictionPolicy, events: EventLog) -> None:
+        """Start empty.
+
+        Args:
+            policy: orders segments by name.
+            events: told of each block that is found or forgotten.
+        """
         self.records: dict[bytes, Place] = {}
         self.segments: dict[str, Segment] = {}
         self.doomed: dict[str, Segment] = {}
         self.allocated = 0  # bytes, ever
         self.freed = 0
-        self._policy = policy
+        self._policy, self._events = policy, events
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 0
 
@@ -67,6 +73,7 @@ class Catalog:
             if digest not in self.records:
                 self.records[digest] = place
                 segment.hashes.add(digest)
+                self._events.record(Op.ADD, digest, place.parent)
         self._policy.insert(segment.name.encode())
         inserted = len(segment.hashes)
         if inserted == 0:
@@ -88,6 +95,7 @@ class Catalog:
         if self.records.get(digest) is not place:
             return False
         del self.records[digest]
+        self._events.record(Op.DROP, digest)
         place.segment.hashes.discard(digest)
         if not place.segment.hashes:
             self.doom(place.segment)
@@ -100,6 +108,7 @@ class Catalog:
         gone, segment.hashes = segment.hashes, set()
         for digest in gone:
             del self.records[digest]
+            self._events.record(Op.DROP, digest)
         self.doomed[segment.name] = segment
         self._policy.remove(segment.name.encode())
         return len(gone)
@@ -117,6 +126,11 @@ class Catalog:
         """The file of a doomed segment is gone."""
         del self.doomed[segment.name]
         self.freed += segment.charge
+
+    def clear(self) -> None:
+        """Forget everything, as if no file were there (any more)."""
+        for segment in list(self.segments.values()):
+            self.doom(segment)
 
     # --- reads -------------------------------------------------------------------------------------
 

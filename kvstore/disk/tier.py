@@ -20,10 +20,12 @@ from kvstore.disk.catalog import Catalog, Place, Segment
 from kvstore.disk.files import PAGE, Files, Found, Lock
 from kvstore.disk.policy import Health
 from kvstore.disk.reader import Wanted, read_places
-from kvstore.disk.segment import parse_name, scan_segment, segment_name, staging_name, write_segment
+from kvstore.disk.segment import parse_name, segment_name, staging_name, write_segment
+from kvstore.disk.stock import take_stock
 from kvstore.errors import BadRecord, DiskBusy
 from kvstore.eviction import EvictionPolicy, LruPolicy
 from kvstore.handoff import checksum
+from kvstore.index import Dump, EventLog
 from kvstore.record import HEADER_NBYTES, RecordHeader, pack, shelf_of
 
 READ_LEASE_S = 10.0
@@ -87,7 +89,8 @@ class DiskTier:
         self._lock = threading.Lock()  # the catalog and all below
         self._writing = threading.Lock()  # held by whoever changes files
         self._owner: Lock | None = None
-        self._catalog = Catalog(policy())
+        self.events = EventLog(epoch)
+        self._catalog = Catalog(policy(), self.events)
         self._foreign: list[tuple[Path, Found]] = []  # of other layouts, the oldest first
         self._number = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -116,7 +119,8 @@ class DiskTier:
             if self._owner is not None:
                 self._owner.release()
             self._owner = None
-            self._catalog = Catalog(self._make_policy())
+            self._catalog.clear()
+            self._catalog = Catalog(self._make_policy(), self.events)
             self._foreign = []
 
     def probe(self, now: float) -> bool:
@@ -145,45 +149,22 @@ class DiskTier:
 
     def _take_stock(self) -> None:
         """Find what is stored. Leftovers of dead writers and segments without a sound record go."""
-        catalog, foreign = Catalog(self._make_policy()), self._survey()
-        scans = []
-        for found in self._files.list(self.folder):
-            parsed = parse_name(found.name)
-            if parsed is None:
-                continue  # somebody else's
-            self._number = max(self._number, parsed[1])
-            if parsed[0] == "staging":
-                self._files.unlink(self.folder / found.name)
-                self._counts["leftovers"] += 1
-                continue
-            try:
-                scans.append(scan_segment(self._files, self.folder, found, self.shelf, self.block_nbytes))
-            except OSError:
-                foreign.append((self.folder / found.name, found))
-        for scan in sorted(scans, key=lambda scan: scan.number):
-            segment = Segment(scan.name, scan.charge)
-            places = (
-                (s.header.hash, Place(segment, s.offset, s.header.parent, s.header.num_tokens, s.header.checksum))
-                for s in scan.slots
-            )
-            self._counts["recovered"] += catalog.add(segment, places)
-            self._counts["dropped"] += scan.bad
+        stock = take_stock(self._files, self.directory, self.folder, self.shelf, self.block_nbytes)
+        self._number = max(self._number, stock.number)
+        self._counts["leftovers"] += stock.leftovers
         with self._lock:
-            self._catalog, self._foreign = catalog, sorted(foreign, key=lambda pair: pair[1].mtime)
+            self._catalog.clear()  # reads of it go on; their leases are its own
+            self._catalog = Catalog(self._make_policy(), self.events)
+            self._foreign = stock.foreign
+            for scan in stock.scans:
+                segment = Segment(scan.name, scan.charge)
+                places = (
+                    (s.header.hash, Place(segment, s.offset, s.header.parent, s.header.num_tokens, s.header.checksum))
+                    for s in scan.slots
+                )
+                self._counts["recovered"] += self._catalog.add(segment, places)
+                self._counts["dropped"] += scan.bad
         self._remove_doomed()
-
-    def _survey(self) -> list[tuple[Path, Found]]:
-        """List the segments of other layouts; their leftovers go."""
-        out = []
-        for name in self._files.folders(self.directory):
-            folder = self.directory / name
-            for found in self._files.list(folder) if folder != self.folder else ():
-                parsed = parse_name(found.name)
-                if parsed is not None and parsed[0] == "staging":
-                    self._files.unlink(folder / found.name)
-                elif parsed is not None:
-                    out.append((folder / found.name, found))
-        return out
 
     def _self_test(self) -> None:
         """Write a record, read it back, compare every byte."""
@@ -367,6 +348,12 @@ class DiskTier:
         """End the leases of reads that take too long, so that their files can go; returns how many."""
         with self._lock:
             return self._catalog.expire(now)
+
+    def dump(self) -> Dump:
+        """Return everything that is stored, for an index that joins."""
+        with self._lock:
+            records = self._catalog.records
+            return Dump(self._epoch, self.events.number, tuple(records), tuple(p.parent for p in records.values()))
 
     # --- health and bookkeeping --------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from kvstore.disk.files import PAGE
 from kvstore.disk.policy import LONGEST_PAUSE_S, Health, SecondTouch, affordable
 from kvstore.disk.tier import READ_LEASE_S, Block, DiskTier
 from kvstore.errors import DiskBusy
+from kvstore.index import BlockIndex
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -139,6 +140,35 @@ def test_a_directory_has_one_owner(tmp_path: Path) -> None:
     first.close()
     assert second.probe(100.0) and served(second, 1, 2) == 2
     second.check_integrity()
+
+
+def test_an_index_that_follows_the_tier_knows_what_it_stores(tmp_path: Path) -> None:
+    """Inserts, evictions, drops, and what a restart or a probe finds come as numbered events; a dump shows the same."""
+    index = BlockIndex()
+    tier = DiskTier(tmp_path, layout=LAYOUT, block_nbytes=NBYTES, epoch="e1", max_nbytes=5 * PAGE)
+    index.load(tier.dump())
+
+    def follows() -> bool:
+        whole = all(index.apply(event) for event in tier.events.collect())
+        late = BlockIndex()
+        late.load(tier.dump())
+        return whole and all(
+            known.longest_prefix(chain(name, 8)[0]) == ({"e1": n} if (n := tier.peek(*chain(name, 8))) else {})
+            for name in range(1, 6)
+            for known in (index, late)
+        )
+
+    tier.open(0.0)
+    for name in range(1, 6):
+        tier.write(blocks(name, 6), 0.0)
+        assert follows()
+    assert tier.statistics()["evicted_total"] > 0
+    tier.forget(chain(5, 8)[0][3:4])
+    assert follows() and tier.peek(*chain(5, 8)) == 3
+    tier.health.fail(5, "a test", 0.0)
+    assert tier.probe(10.0) and follows() and tier.peek(*chain(5, 8)) == 6
+    tier.close()
+    assert follows() and tier.peek(*chain(5, 8)) == 0
 
 
 # --- room --------------------------------------------------------------------------------------------
