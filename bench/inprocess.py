@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.core import EngineCore
 from engine.live import StepResult
+from engine.native_runner import NativeRunner
 from engine.plan import Runner
 from engine.real_runner import load_runner
 from engine.scheduler import Scheduler
@@ -33,18 +34,20 @@ def make_runner(kind: str, model: Path, threads: int) -> Any:
     """Load a runner.
 
     Args:
-        kind: `native`, or `torch:DTYPE`.
+        kind: `native`, `native:BOUND` with another `coarse_below` (0: 16 bits everywhere), or `torch:DTYPE`.
         model: a GGUF file.
         threads: of its kernels.
 
     Raises:
         ValueError: if there is no such kind.
     """
-    name, _, dtype = kind.partition(":")
-    if name not in ("native", "torch") or (name == "native" and dtype):
-        raise ValueError(f"{kind!r} is not native or torch:DTYPE")
+    name, _, rest = kind.partition(":")
+    if name not in ("native", "torch"):
+        raise ValueError(f"{kind!r} is not native, native:BOUND or torch:DTYPE")
     cache = default_cache_dir().parent  # as nodes have it, so that weights are packed once for both
-    return load_runner(model, engine=name, dtype=dtype or "auto", threads=threads, cache=cache)
+    if name == "native" and rest:
+        return NativeRunner(model, threads, cache, coarse_below=float(rest))
+    return load_runner(model, engine=name, dtype=rest or "auto", threads=threads, cache=cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.model_runner import ModelRunner
 from engine.plan import BatchPlan, Row, Sampled
 from kernels.sampling.native import sample
 from models import packed
-from models.native import BLOCK_TOKENS, NativeTransformer
+from models.native import BLOCK_TOKENS, COARSE_BELOW, NativeTransformer
 from models.quant import checked
 from models.source import open_model
 
@@ -22,10 +22,15 @@ _PAGE = 4096
 
 
 class NativeRunner(ModelRunner):
-    """The fast runner on a CPU: packed weights, 16-bit activations, bfloat16 KV, every sum in a fixed order."""
+    """The fast runner on a CPU: packed weights, integer activations, bfloat16 KV, every sum in a fixed order."""
 
     def __init__(
-        self, model_path: Path, threads: int = 1, cache: Path | None = None, cores: CoreShare | None = None
+        self,
+        model_path: Path,
+        threads: int = 1,
+        cache: Path | None = None,
+        cores: CoreShare | None = None,
+        coarse_below: float = COARSE_BELOW,
     ) -> None:
         """Load a model.
 
@@ -34,6 +39,7 @@ class NativeRunner(ModelRunner):
             threads: of this process's team. Results do not depend on it.
             cache: directory of packed weights; None packs into this process's own memory.
             cores: what the engines of this machine share; None: all threads in every step.
+            coarse_below: how even a group of activations is that gets 8 bits, see `NativeTransformer`.
 
         Raises:
             ModelFileError: the file is corrupt or not supported.
@@ -45,7 +51,7 @@ class NativeRunner(ModelRunner):
             weights = packed.load(source.config, functools.partial(checked, source), identity, cache)
             self.config = source.config
             self.eos_ids = source.eos_ids
-        self._model = NativeTransformer(self.config, weights, threads)
+        self._model = NativeTransformer(self.config, weights, threads, coarse_below=coarse_below)
         self._threads = threads
         self._cores = cores
         self._allowed = threads
@@ -55,7 +61,7 @@ class NativeRunner(ModelRunner):
         self.max_context = self._model.max_context
         self.block_nbytes = self._model.block_nbytes
         self.layout = f"native-1,{config.num_layers},{BLOCK_TOKENS},{config.num_kv_heads},{config.head_dim},bfloat16"
-        self.fingerprint = f"{identity}/native-1-{packed.VERSION}-{self._model.instruction_set}"
+        self.fingerprint = f"{identity}/native-2-{coarse_below:g}-{packed.VERSION}-{self._model.instruction_set}"
         self._sample = functools.partial(sample, team=self._model.team)
         self._pool: npt.NDArray[np.uint8] | None = None
 

@@ -14,13 +14,18 @@ from models.packed import PackedWeights
 from models.run import Run
 
 BLOCK_TOKENS = 16
+# Rows that come from a norm are even but for a few channels: groups without a value above so many root mean squares of
+# the row get 8 bits in place of 16. By measurement, docs/decisions/004-native-kernels.md.
+COARSE_BELOW = 4.0
+NORMALIZED = frozenset({"qkv", "gate_up"})
 _POINTER = ctypes.c_void_p
 
 
 class _Packed(ctypes.Structure):
     _fields_ = [
         ("data", _POINTER),
-        *((name, ctypes.c_int32) for name in "outputs inputs kind group scale_bits has_offset zero reserved".split()),
+        *((name, ctypes.c_int32) for name in "outputs inputs kind group scale_bits has_offset zero".split()),
+        ("coarse_below", ctypes.c_float),
     ]
 
 
@@ -49,7 +54,14 @@ class _Run(ctypes.Structure):
 class NativeTransformer:
     """Weights and the step over them. Not thread-safe: one step at a time."""
 
-    def __init__(self, config: ModelConfig, weights: PackedWeights, threads: int = 1, looks: int = 1500) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PackedWeights,
+        threads: int = 1,
+        looks: int = 1500,
+        coarse_below: float = COARSE_BELOW,
+    ) -> None:
         """Bind the kernels to packed weights.
 
         Args:
@@ -57,6 +69,7 @@ class NativeTransformer:
             weights: as `models.packed.load` returns them; kept alive by this object.
             threads: of this model's team, the caller's included. Results do not depend on it.
             looks: how often a waiting thread looks before it sleeps (a few tens of nanoseconds each).
+            coarse_below: of normalized rows, groups below so many root mean squares of the row get 8 bits; 0: none.
 
         Raises:
             kernels.native.BuildError: the compiled kernels cannot be had here.
@@ -67,6 +80,7 @@ class NativeTransformer:
         self._library.hr_decoder_team.restype = _POINTER
         self.instruction_set = native.instruction_set()
         self._weights = weights
+        self._coarse_below = coarse_below
         factors = weights.vector("rope_factors") if config.rope_factors else None
         self._tables = _turns(config, factors)
         self._layers = (_Layer * config.num_layers)(*(self._layer(i) for i in range(config.num_layers)))
@@ -156,9 +170,9 @@ class NativeTransformer:
 
     def _matrix(self, name: str) -> _Packed:
         m = self._weights.matrix(name)
-        return _Packed(
-            self._weights.address(name), m.outputs, m.inputs, m.kind, m.group, m.scale_bits, m.has_offset, m.zero, 0
-        )
+        coarse = self._coarse_below if name.rpartition(".")[2] in NORMALIZED else 0.0
+        sizes = m.outputs, m.inputs, m.kind, m.group, m.scale_bits, m.has_offset, m.zero
+        return _Packed(self._weights.address(name), *sizes, coarse)
 
 
 def _turns(

@@ -3,7 +3,9 @@
 // Integer weights: value = scale · (q − zero) + offset, in groups of 32 (or 16) along the input. Activations are
 // quantized per row and group to 16 bits, held as a high and a low signed byte, so that two passes of byte products give
 // an exact integer sum; only the sum of groups is in floating point, in the order of the groups. A row's result is thus
-// the same bits for every number of rows. Float weights are widened to float32 and multiplied by float32 activations.
+// the same bits for every number of rows. A group without a value that stands out of its row may get 8 bits: its low
+// bytes are zeros, and where no row of a block has others their pass is left out, which changes no sum.
+// Float weights are widened to float32 and multiplied by float32 activations.
 //
 // Weights lie in tiles of 16 outputs; a tile holds its groups one after the other:
 //   q4: 4 × 64 bytes; byte (j, lane, i) holds input 4j + i in its low and 4(j + 4) + i in its high nibble
@@ -31,7 +33,7 @@ struct Packed {
     int32_t scale_bits;  // 16 or 32
     int32_t has_offset;
     int32_t zero;
-    int32_t reserved;
+    float coarse_below;  // groups of activations below so many root mean squares of their row get 8 bits; 0: none
 
     int64_t groups() const { return kind >= BF16 ? 1 : inputs / group; }
     int64_t group_bytes() const {
@@ -45,14 +47,16 @@ struct Packed {
 // --- activations -----------------------------------------------------------------------------------
 
 // Rows stand in blocks of `width` (1, 4 or 8). Integer weights: per block and group `2 · steps` words of four bytes for
-// each row (high bytes, then low ones), then scale, scale · Σq, −zero · Σq (of the weights' zero). Float weights: the inputs themselves, row by row.
+// each row (high bytes, then low ones), then scale, scale · Σq, −zero · Σq (of the weights' zero), and whether the low
+// bytes count. Float weights: the inputs themselves, row by row.
 struct Activations {
     int32_t* words = nullptr;
     int64_t rows = 0;
     int32_t width = 1, group = 32, inputs = 0, zero = 0;
+    float coarse_below = 0.0f;
     bool floats = false;
 
-    int64_t group_words() const { return floats ? static_cast<int64_t>(inputs) * width : (group / 2 + 3) * width; }
+    int64_t group_words() const { return floats ? static_cast<int64_t>(inputs) * width : (group / 2 + 4) * width; }
     int64_t block_words() const { return floats ? group_words() : inputs / group * group_words(); }
     int32_t* block(int64_t index) const { return words + index * block_words(); }
     int64_t blocks() const { return (rows + width - 1) / width; }
@@ -63,7 +67,7 @@ inline int width_for(int64_t rows) { return rows == 1 ? 1 : rows <= 4 ? 4 : 8; }
 // A bound on the words that `rows` rows of `inputs` values take, whatever the weights.
 inline int64_t activation_words(int64_t rows, int64_t inputs) {
     const int64_t width = width_for(rows), blocks = (rows + width - 1) / width;
-    return blocks * width * (inputs / 16 + 1) * 19;
+    return blocks * width * (inputs / 16 + 1) * 20;
 }
 
 inline Activations shape_for(const Packed& w, int64_t rows, int32_t* words) {
@@ -75,7 +79,32 @@ inline Activations shape_for(const Packed& w, int64_t rows, int32_t* words) {
     a.group = w.group;
     a.inputs = w.inputs;
     a.zero = w.zero;
+    a.coarse_below = w.coarse_below;
     return a;
+}
+
+// Split 16 values into signed bytes, value = 256 · high + low, four to a word; returns their sum.
+HEADRACE_INLINE int32_t split_bytes(I q, int32_t* high, int32_t* low) {
+#ifdef HEADRACE_AVX512
+    const __m512i up = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+    _mm_store_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(up));
+    _mm_store_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(q));
+    return _mm512_reduce_add_epi32(q);
+#else
+    int32_t total = 0;
+    for (int word = 0; word < LANES / 4; word++) {
+        uint32_t ups = 0, downs = 0;
+        for (int i = 0; i < 4; i++) {
+            const int32_t value = q[4 * word + i], up = (value + 128) >> 8;
+            total += value;
+            ups |= static_cast<uint32_t>(up & 255) << (8 * i);
+            downs |= static_cast<uint32_t>((value - up * 256) & 255) << (8 * i);
+        }
+        high[word] = static_cast<int32_t>(ups);
+        low[word] = static_cast<int32_t>(downs);
+    }
+    return total;
+#endif
 }
 
 // Quantize one row of float32 into its place.
@@ -86,44 +115,39 @@ inline void quantize_row(const float* x, const Activations& a, int64_t row) {
         return;
     }
     const int steps = a.group / 4, width = a.width;
+    F squares = zero(), wrong = zero();  // `wrong`: 0, or NaN where a value is no number: maxima pass over those
+    for (int32_t k = 0; k < a.inputs; k += LANES) {
+        const F values = load(x + k);
+        squares = fma(values, values, squares);
+        wrong = add(wrong, sub(values, values));
+    }
+    const float bound = a.coarse_below * std::sqrt(sum(squares) / static_cast<float>(a.inputs));
+    // A row that is not numbers must stay so: NaN in the scales reaches every output.
+    const float mark = sum(wrong);
     for (int32_t at = 0; at < a.inputs; at += a.group, out += a.group_words()) {
         F top = abs(load(x + at));
         if (a.group == 32) top = max(top, abs(load(x + at + LANES)));
         const float most = highest(top);
-        const float scale = most / 32512.0f;
-        const F inverse = splat(most > 1e-33f ? 32512.0f / most : 0.0f);  // else the quotient may be infinite
-        alignas(64) int32_t q[32];
+        const bool fine = !(most < bound);
+        const float levels = fine ? 32512.0f : 127.0f;
+        const F inverse = splat(most > 1e-33f ? levels / most : 0.0f);  // else the quotient may be infinite
+        alignas(64) int32_t high[8], low[8];
         int32_t total = 0;
-        F wrong = zero();  // 0, or NaN where a value is no number: maxima pass over those
         for (int i = 0; i < a.group; i += LANES) {
-            const F values = load(x + at + i);
-            wrong = add(wrong, sub(values, values));
-            istore(q + i, to_int(mul(values, inverse)));
+            I q = to_int(mul(load(x + at + i), inverse));
+            if (mark != mark) q = izero();
+            if (!fine) q = shift_left<8>(q);
+            total += split_bytes(q, high + i / 4, low + i / 4);
         }
-        const float marked = scale + sum(wrong);
-        if (!(marked == marked)) std::memset(q, 0, sizeof q);
-        alignas(64) int32_t packed_high[8], packed_low[8];
+        const float scale = most / 32512.0f + mark, weighted = scale * static_cast<float>(total);
         for (int step = 0; step < steps; step++) {
-            uint32_t high = 0, low = 0;
-            for (int i = 0; i < 4; i++) {
-                const int32_t value = q[4 * step + i];
-                const int32_t up = (value + 128) >> 8;
-                total += value;
-                high |= static_cast<uint32_t>(up & 255) << (8 * i);
-                low |= static_cast<uint32_t>((value - up * 256) & 255) << (8 * i);
-            }
-            packed_high[step] = static_cast<int32_t>(high);
-            packed_low[step] = static_cast<int32_t>(low);
+            out[step * width] = high[step];
+            out[(steps + step) * width] = low[step];
         }
-        for (int step = 0; step < steps; step++) {
-            out[step * width] = packed_high[step];
-            out[(steps + step) * width] = packed_low[step];
-        }
-        // A row that is not numbers must stay so: NaN in the scale reaches every output.
-        const float weighted = marked * static_cast<float>(total);
-        std::memcpy(out + 2 * steps * width, &marked, 4);
+        std::memcpy(out + 2 * steps * width, &scale, 4);
         std::memcpy(out + (2 * steps + 1) * width, &weighted, 4);
         out[(2 * steps + 2) * width] = -a.zero * total;
+        out[(2 * steps + 3) * width] = fine;
     }
 }
 
@@ -135,11 +159,34 @@ HEADRACE_INLINE float word_float(const int32_t* p) {
     return x;
 }
 
-template <int ROWS> HEADRACE_INLINE void products(I q, const int32_t* high, const int32_t* low, I* up, I* down) {
+template <int ROWS, bool FINE> HEADRACE_INLINE void products(I q, const int32_t* high, const int32_t* low, I* up, I* down) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
         up[r] = dot4(up[r], q, isplat(high[r]));
-        down[r] = dot4(down[r], q, isplat(low[r]));
+        if constexpr (FINE) down[r] = dot4(down[r], q, isplat(low[r]));
+    }
+}
+
+// One group of a tile times ROWS rows: sums of the high bytes in `up`, of the low ones in `down`.
+template <int BITS, int STEPS, int CHAINS, int WIDTH, int ROWS, bool FINE>
+HEADRACE_INLINE void group_products(const uint8_t* tile, const int32_t* high, const int32_t* low, I (*up)[ROWS],
+                                    I (*down)[ROWS]) {
+    if constexpr (BITS == 4) {
+        const I mask = isplat(0x0F0F0F0F);
+#pragma GCC unroll 4
+        for (int j = 0; j < STEPS / 2; j++) {
+            const I q = iload(tile + 64 * j);
+            const int k = j + STEPS / 2;
+            products<ROWS, FINE>(bit_and(q, mask), high + j * WIDTH, low + j * WIDTH, up[0], down[0]);
+            products<ROWS, FINE>(bit_and(shift_right<4>(q), mask), high + k * WIDTH, low + k * WIDTH, up[CHAINS - 1],
+                                 down[CHAINS - 1]);
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int j = 0; j < STEPS; j++) {
+            const int c = j % CHAINS;
+            products<ROWS, FINE>(iload(tile + 64 * j), high + j * WIDTH, low + j * WIDTH, up[c], down[c]);
+        }
     }
 }
 
@@ -147,7 +194,7 @@ template <int ROWS> HEADRACE_INLINE void products(I q, const int32_t* high, cons
 template <int BITS, int GROUP, bool HALF_SCALE, bool OFFSET, bool ZERO, int WIDTH, int ROWS>
 HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const int32_t* words, F* result) {
     constexpr int STEPS = GROUP / 4, QUANTS = LANES * GROUP * BITS / 8, SCALES = LANES * (HALF_SCALE ? 2 : 4);
-    constexpr int GROUP_BYTES = QUANTS + SCALES * (OFFSET ? 2 : 1), GROUP_WORDS = (2 * STEPS + 3) * WIDTH;
+    constexpr int GROUP_BYTES = QUANTS + SCALES * (OFFSET ? 2 : 1), GROUP_WORDS = (2 * STEPS + 4) * WIDTH;
     constexpr int CHAINS = ROWS == 1 ? 2 : 1;  // a single row alone would wait for each product
     F out[ROWS];  // not `result` itself: bytes of the tile may alias it, and every sum would go through memory
 #pragma GCC unroll 8
@@ -159,28 +206,17 @@ HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const in
         // The same group of the next tile, which follows in memory: by the time it is needed it is here.
         for (int line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(tile + groups * GROUP_BYTES + line);
         I up[CHAINS][ROWS], down[CHAINS][ROWS];
+        int32_t fine = 0;
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             for (int c = 0; c < CHAINS; c++) up[c][r] = down[c][r] = izero();
             if constexpr (ZERO) down[0][r] = isplat(totals[r]);
+            fine |= totals[WIDTH + r];
         }
-        if constexpr (BITS == 4) {
-            const I mask = isplat(0x0F0F0F0F);
-#pragma GCC unroll 4
-            for (int j = 0; j < STEPS / 2; j++) {
-                const I q = iload(tile + 64 * j);
-                const int k = j + STEPS / 2;
-                products<ROWS>(bit_and(q, mask), high + j * WIDTH, low + j * WIDTH, up[0], down[0]);
-                products<ROWS>(bit_and(shift_right<4>(q), mask), high + k * WIDTH, low + k * WIDTH, up[CHAINS - 1],
-                               down[CHAINS - 1]);
-            }
-        } else {
-#pragma GCC unroll 8
-            for (int j = 0; j < STEPS; j++) {
-                const int c = j % CHAINS;
-                products<ROWS>(iload(tile + 64 * j), high + j * WIDTH, low + j * WIDTH, up[c], down[c]);
-            }
-        }
+        if (fine)
+            group_products<BITS, STEPS, CHAINS, WIDTH, ROWS, true>(tile, high, low, up, down);
+        else
+            group_products<BITS, STEPS, CHAINS, WIDTH, ROWS, false>(tile, high, low, up, down);
         const uint8_t* at = tile + QUANTS;
         const F scale = HALF_SCALE ? half(reinterpret_cast<const uint16_t*>(at)) : load(reinterpret_cast<const float*>(at));
         F offset = zero();
@@ -293,9 +329,9 @@ inline Cut cut_product(const Packed& w, const Activations& a, int threads, int u
     return cut;
 }
 
-// Compute one piece; `done(tile, row, value)` gets 16 outputs of a row.
-template <typename Done>
-inline void product_piece(const Packed& w, const Activations& a, const Cut& cut, int64_t piece, Done done) {
+// Compute one piece; `done(tile, row, value)` gets 16 outputs of a row, `soon(tile, row)` is called some time before.
+template <typename Soon, typename Done>
+inline void product_piece(const Packed& w, const Activations& a, const Cut& cut, int64_t piece, Soon soon, Done done) {
     const int64_t first_tile = piece % cut.tile_pieces * cut.tiles, first_block = piece / cut.tile_pieces * cut.blocks;
     const int64_t last_tile = std::min(first_tile + cut.tiles, w.tiles());
     const int64_t last_block = std::min(first_block + cut.blocks, a.blocks()), stride = w.tile_bytes();
@@ -303,6 +339,7 @@ inline void product_piece(const Packed& w, const Activations& a, const Cut& cut,
         for (int64_t b = first_block; b < last_block; b++) {
             F out[8];
             const int rows = static_cast<int>(std::min<int64_t>(a.width, a.rows - b * a.width));
+            for (int r = 0; r < rows; r++) soon(t, b * a.width + r);
             tile_block(w, w.data + t * stride, a.block(b), a.width, rows, out);
             for (int r = 0; r < rows; r++) done(t, b * a.width + r, out[r]);
         }
@@ -310,8 +347,8 @@ inline void product_piece(const Packed& w, const Activations& a, const Cut& cut,
 }
 
 // Like product_piece for weights whose tiles alternate between a gate and its partner: `done(pair, row, gate, up)`.
-template <typename Done>
-inline void paired_piece(const Packed& w, const Activations& a, const Cut& cut, int64_t piece, Done done) {
+template <typename Soon, typename Done>
+inline void paired_piece(const Packed& w, const Activations& a, const Cut& cut, int64_t piece, Soon soon, Done done) {
     const int64_t first_tile = piece % cut.tile_pieces * cut.tiles, first_block = piece / cut.tile_pieces * cut.blocks;
     const int64_t last_tile = std::min(first_tile + cut.tiles, w.tiles());
     const int64_t last_block = std::min(first_block + cut.blocks, a.blocks()), stride = w.tile_bytes();
@@ -319,6 +356,7 @@ inline void paired_piece(const Packed& w, const Activations& a, const Cut& cut, 
         for (int64_t b = first_block; b < last_block; b++) {
             F gate[8], up[8];
             const int rows = static_cast<int>(std::min<int64_t>(a.width, a.rows - b * a.width));
+            for (int r = 0; r < rows; r++) soon(t / 2, b * a.width + r);
             tile_block(w, w.data + t * stride, a.block(b), a.width, rows, gate);
             tile_block(w, w.data + (t + 1) * stride, a.block(b), a.width, rows, up);
             for (int r = 0; r < rows; r++) done(t / 2, b * a.width + r, gate[r], up[r]);
@@ -371,9 +409,10 @@ inline void linear(Team& team, const Packed& w, const float* x, int64_t rows, fl
     parallel(team, rows, [&](int64_t row) { quantize_row(x + row * w.inputs, a, row); });
     const Cut cut = cut_product(w, a, team.active(), 1);
     parallel(team, cut.pieces(), [&](int64_t piece) {
-        product_piece(w, a, cut, piece, [&](int64_t tile, int64_t row, F value) {
-            store(y + row * w.outputs + tile * LANES, value);
-        });
+        const auto place = [&](int64_t tile, int64_t row) { return y + row * w.outputs + tile * LANES; };
+        product_piece(
+            w, a, cut, piece, [&](int64_t tile, int64_t row) { __builtin_prefetch(place(tile, row), 1); },
+            [&](int64_t tile, int64_t row, F value) { store(place(tile, row), value); });
     });
 }
 

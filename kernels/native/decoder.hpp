@@ -75,7 +75,7 @@ class Decoder {
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     const Run* runs_ = nullptr;
     std::vector<Row> row_;
-    std::vector<Chunk> chunks_;
+    std::vector<Chunk> chunks_, last_chunks_;  // of all rows, and of those whose logits are wanted
     std::vector<int64_t> wanted_;
     int64_t rows_ = 0;
     std::vector<float> x_, qkv_, mixed_, gated_, last_, normed_;
@@ -93,23 +93,30 @@ class Decoder {
         runs_ = runs;
         row_.clear();
         chunks_.clear();
+        last_chunks_.clear();
         wanted_.clear();
-        const int group = model_.heads / model_.kv_heads;
-        const int tokens_at_once = std::max(1, MOST_ROWS / group);
         for (int32_t r = 0; r < num_runs; r++) {
             const Run& run = runs[r];
-            const int32_t first = static_cast<int32_t>(row_.size());
+            const int32_t first = static_cast<int32_t>(row_.size()), end = first + run.tokens;
             for (int32_t t = 0; t < run.tokens; t++) row_.push_back({r, run.start + t});
-            for (int32_t t = run.tokens - run.wanted; t < run.tokens; t++) wanted_.push_back(first + t);
-            for (int32_t head = 0; head < model_.kv_heads; head++)
-                for (int32_t t = 0; t < run.tokens; t += tokens_at_once)
-                    chunks_.push_back({r, head, first + t, first + std::min(run.tokens, t + tokens_at_once)});
+            for (int32_t row = end - run.wanted; row < end; row++) wanted_.push_back(row);
+            cut_attention(chunks_, r, first, end);
+            cut_attention(last_chunks_, r, end - run.wanted, end);
         }
-        // Long contexts first: a thread that takes one last would keep the others waiting.
-        std::stable_sort(chunks_.begin(), chunks_.end(), [&](const Chunk& a, const Chunk& b) {
-            return row_[a.last - 1].position > row_[b.last - 1].position;
-        });
+        for (auto* chunks : {&chunks_, &last_chunks_}) {
+            // Long contexts first: a thread that takes one last would keep the others waiting.
+            std::stable_sort(chunks->begin(), chunks->end(), [&](const Chunk& a, const Chunk& b) {
+                return row_[a.last - 1].position > row_[b.last - 1].position;
+            });
+        }
         rows_ = static_cast<int64_t>(row_.size());
+    }
+
+    void cut_attention(std::vector<Chunk>& to, int32_t run, int32_t first, int32_t end) const {
+        const int tokens_at_once = std::max(1, MOST_ROWS / (model_.heads / model_.kv_heads));
+        for (int32_t head = 0; head < model_.kv_heads; head++)
+            for (int32_t at = first; at < end; at += tokens_at_once)
+                to.push_back({run, head, at, std::min(end, at + tokens_at_once)});
     }
 
     void grow() {
@@ -156,15 +163,22 @@ class Decoder {
         return a;
     }
 
-    template <typename Done> void multiply(int& phase, const Packed& w, const Activations& a, Done done) {
+    // A product; `place(row)` is where a row's outputs go, `done(place, tile, value)` puts 16 of them there.
+    template <typename Place, typename Done>
+    void multiply(int& phase, const Packed& w, const Activations& a, Place place, Done done) {
         const Cut cut = cut_product(w, a, team_.active(), 1);
-        shared(phase, cut.pieces(), [&](int64_t piece) { product_piece(w, a, cut, piece, done); });
+        shared(phase, cut.pieces(), [&](int64_t piece) {
+            product_piece(
+                w, a, cut, piece,
+                [&](int64_t tile, int64_t row) { __builtin_prefetch(place(row) + tile * LANES, 1); },
+                [&](int64_t tile, int64_t row, F value) { done(place(row) + tile * LANES, tile, value); });
+        });
         team_.meet();
     }
 
     void work(int thread, const int32_t* ids, uint16_t* pool, float* logits) {
         const Model& m = model_;
-        const int64_t hidden = m.hidden;
+        const int64_t hidden = m.hidden, lasts = static_cast<int64_t>(wanted_.size());
         int phase = 0;
         shared(phase, rows_, [&](int64_t row) { weight_row(m.embedding, ids[row], x_.data() + row * hidden); });
         team_.meet();
@@ -174,43 +188,46 @@ class Decoder {
                 rms_norm_row(x_.data() + row * hidden, w.attn_norm, hidden, m.eps, buffer);
                 return buffer;
             });
-            multiply(phase, w.qkv, a, [&](int64_t tile, int64_t row, F value) {
-                if (w.qkv_bias) value = add(value, load(w.qkv_bias + tile * LANES));
-                store(qkv_.data() + row * width() + tile * LANES, value);
-            });
+            multiply(
+                phase, w.qkv, a, [&](int64_t row) { return qkv_.data() + row * width(); },
+                [&](float* to, int64_t tile, F value) {
+                    if (w.qkv_bias) value = add(value, load(w.qkv_bias + tile * LANES));
+                    store(to, value);
+                });
             turn_and_write(phase, l, pool);
-            attend_all(thread, phase, l, pool);
-            a = prepare(thread, phase, w.out, rows_, [&](int64_t row, float*) { return mixed_.data() + row * inner(); });
-            multiply(phase, w.out, a, [&](int64_t tile, int64_t row, F value) {
-                float* to = x_.data() + row * hidden + tile * LANES;
-                store(to, add(load(to), value));
-            });
-            a = prepare(thread, phase, w.gate_up, rows_, [&](int64_t row, float* buffer) {
-                rms_norm_row(x_.data() + row * hidden, w.ffn_norm, hidden, m.eps, buffer);
+            // Of the last layer, the keys and values of all rows are wanted, but its output only where logits are.
+            const bool last = l == m.layers - 1;
+            const int64_t rows = last ? lasts : rows_;
+            if (rows == 0) return;
+            const auto row_at = [&](int64_t i) { return last ? wanted_[i] : i; };
+            const auto residual = [&](int64_t i) { return x_.data() + row_at(i) * hidden; };
+            const auto add_to = [](float* to, int64_t, F value) { store(to, add(load(to), value)); };
+            attend_all(thread, phase, last ? last_chunks_ : chunks_, l, pool);
+            a = prepare(thread, phase, w.out, rows, [&](int64_t i, float*) { return mixed_.data() + row_at(i) * inner(); });
+            multiply(phase, w.out, a, residual, add_to);
+            a = prepare(thread, phase, w.gate_up, rows, [&](int64_t i, float* buffer) {
+                rms_norm_row(residual(i), w.ffn_norm, hidden, m.eps, buffer);
                 return buffer;
             });
             const Cut cut = cut_product(w.gate_up, a, team_.active(), 2);
+            const auto gated = [&](int64_t pair, int64_t i) { return gated_.data() + i * m.ffn + pair * LANES; };
             shared(phase, cut.pieces(), [&](int64_t piece) {
-                paired_piece(w.gate_up, a, cut, piece, [&](int64_t pair, int64_t row, F gate, F up) {
-                    store(gated_.data() + row * m.ffn + pair * LANES, silu_mul(gate, up));
-                });
+                paired_piece(
+                    w.gate_up, a, cut, piece, [&](int64_t pair, int64_t i) { __builtin_prefetch(gated(pair, i), 1); },
+                    [&](int64_t pair, int64_t i, F gate, F up) { store(gated(pair, i), silu_mul(gate, up)); });
             });
             team_.meet();
-            a = prepare(thread, phase, w.down, rows_, [&](int64_t row, float*) { return gated_.data() + row * m.ffn; });
-            multiply(phase, w.down, a, [&](int64_t tile, int64_t row, F value) {
-                float* to = x_.data() + row * hidden + tile * LANES;
-                store(to, add(load(to), value));
-            });
+            a = prepare(thread, phase, w.down, rows, [&](int64_t i, float*) { return gated_.data() + i * m.ffn; });
+            multiply(phase, w.down, a, residual, add_to);
         }
-        const int64_t lasts = static_cast<int64_t>(wanted_.size());
-        if (lasts == 0) return;
         const Activations a = prepare(thread, phase, m.head, lasts, [&](int64_t i, float* buffer) {
             rms_norm_row(x_.data() + wanted_[i] * hidden, m.norm, hidden, m.eps, buffer);
             return buffer;
         });
         const Cut cut = cut_product(m.head, a, team_.active(), 1);
         shared(phase, cut.pieces(), [&](int64_t piece) {
-            product_piece(m.head, a, cut, piece, [&](int64_t tile, int64_t row, F value) {
+            const auto nothing = [](int64_t, int64_t) {};  // logits are written once and not read before
+            product_piece(m.head, a, cut, piece, nothing, [&](int64_t tile, int64_t row, F value) {
                 float* to = logits + row * m.vocab + tile * LANES;
                 if ((tile + 1) * LANES <= m.vocab) {
                     store(to, value);
@@ -259,14 +276,14 @@ class Decoder {
         return pool + (static_cast<int64_t>(block) * model_.layers + layer) * layer_elements(model_.kv_heads, model_.dim);
     }
 
-    void attend_all(int thread, int& phase, int32_t layer, const uint16_t* pool) {
+    void attend_all(int thread, int& phase, const std::vector<Chunk>& chunks, int32_t layer, const uint16_t* pool) {
         const Model& m = model_;
         const int64_t dim = m.dim, elements = layer_elements(m.kv_heads, dim);
         const int group = m.heads / m.kv_heads;
         const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
         AttentionScratch& scratch = *scratch_[thread];
-        shared(phase, static_cast<int64_t>(chunks_.size()), [&](int64_t piece) {
-            const Chunk& chunk = chunks_[piece];
+        shared(phase, static_cast<int64_t>(chunks.size()), [&](int64_t piece) {
+            const Chunk& chunk = chunks[piece];
             const Pages pages{pool, runs_[chunk.run].blocks, m.layers * elements, layer * elements, m.kv_heads, dim};
             const int count = (chunk.last - chunk.first) * group;
             for (int at = 0; at < count; at += MOST_ROWS) {

@@ -31,7 +31,8 @@ def need_native() -> None:
 class _Packed(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in "outputs inputs kind group scale_bits has_offset zero reserved".split()),
+        *((name, ctypes.c_int32) for name in "outputs inputs kind group scale_bits has_offset zero".split()),
+        ("coarse_below", ctypes.c_float),
     ]
 
 
@@ -41,13 +42,15 @@ class Weights:
 
     data: Array
     matrix: packed.Matrix
+    coarse_below: float = 0.0
 
     def packed(self) -> _Packed:
         """Return the structure; this object keeps its bytes alive."""
         m = self.matrix
         return _Packed(
-            self.data.ctypes.data, m.outputs, m.inputs, m.kind, m.group, m.scale_bits, m.has_offset, m.zero, 0
-        )
+            self.data.ctypes.data, m.outputs, m.inputs, m.kind, m.group, m.scale_bits, m.has_offset, m.zero,
+            self.coarse_below,
+        )  # fmt: skip
 
 
 def pack(*parts: tuple[str, Array, tuple[int, int]], alternate: bool = False) -> Weights:

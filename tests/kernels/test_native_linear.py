@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -140,6 +141,76 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(kind: str) -> None:
             assert np.array_equal(bits(got), bits(alone[first : first + count])), (count, first)
     for threads in (1, 2, 3):
         assert np.array_equal(bits(ops().linear(w, x, threads)), bits(alone))
+
+
+COARSE_BELOW = 4.0
+
+
+def _coarse(w: Weights) -> Weights:
+    return replace(w, coarse_below=COARSE_BELOW)
+
+
+def _mixed_rows(count: int) -> Array:
+    """Rows of which some groups stand out, in some rows alone: every third row has them in places of its own."""
+    x = _rows(count, seed=5)
+    x[:, 64:96] = np.float32(0.3)
+    for row in range(0, count, 3):
+        x[row, (37 * row) % INPUTS] *= 50
+    return x
+
+
+def _rounded(x: Array, group: int) -> Array:
+    """Activations as they are multiplied, float64: 8 bits where a group's largest is below the bound, else 16."""
+    parts = x.astype(np.float64).reshape(len(x), -1, group)
+    most = np.abs(parts).max(axis=2, keepdims=True)
+    root = np.sqrt((x.astype(np.float64) ** 2).mean(axis=1))[:, None, None]
+    levels = np.where(most < COARSE_BELOW * root, 127.0, 32512.0)
+    step = np.where(most > 0, most / levels, 1.0)
+    return (np.rint(parts / step) * step).reshape(x.shape)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in FLOAT_KINDS])
+@pytest.mark.parametrize("rows", [1, 3, 8, 19])
+def test_groups_that_do_not_stand_out_get_eight_bits(kind: str, rows: int) -> None:
+    """The product is that of the rounded activations, with 8 bits in some groups and 16 in the others."""
+    part = _matrix(kind, 32)
+    x = _mixed_rows(rows)
+    rounded = _rounded(x, 16 if kind == "Q6_K" else 32)
+
+    got = ops().linear(_coarse(pack(part)), x)
+
+    want = rounded @ _values(part).astype(np.float64).T
+    # A value halfway between two steps may go either way in float32.
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=float(_bound([part], x).max()))
+    coarse = np.abs(want - x.astype(np.float64) @ _values(part).astype(np.float64).T)
+    assert float(np.median(coarse)) > float(np.median(np.abs(got - want))) * 10
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in FLOAT_KINDS])
+def test_what_stands_out_in_one_row_changes_no_bit_of_another(kind: str) -> None:
+    """The low bytes of a whole block are multiplied if one row needs them; the others' are zeros."""
+    w = _coarse(pack(_matrix(kind, 80)))
+    x = _mixed_rows(40)
+    alone = np.concatenate([ops().linear(w, x[i : i + 1]) for i in range(40)])
+
+    for count in (2, 4, 8, 11, 40):
+        for first in (0, 40 - count):
+            got = ops().linear(w, np.ascontiguousarray(x[first : first + count]), threads=1 + count % 3)
+            assert np.array_equal(bits(got), bits(alone[first : first + count])), (count, first)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_a_row_of_extremes_beside_coarse_ones_leaves_them_alone(value: float) -> None:
+    """What is no number spoils its row; what is merely large does not, though its square is no number."""
+    w = _coarse(pack(_matrix("Q4_1", 32)))
+    x = _mixed_rows(9)
+    want = ops().linear(w, x)
+    x[4, 100] = value
+
+    got = ops().linear(w, x)
+
+    assert np.array_equal(bits(np.delete(got, 4, 0)), bits(np.delete(want, 4, 0)))
+    assert np.isfinite(got[4]).all() == np.isfinite(value)
 
 
 @pytest.mark.parametrize(

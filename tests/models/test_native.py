@@ -15,7 +15,7 @@ import torch
 
 from kernels import native
 from models import packed, weights
-from models.native import NativeTransformer
+from models.native import COARSE_BELOW, NativeTransformer
 from models.quant import checked
 from models.source import open_model
 from models.transformer import Transformer
@@ -82,11 +82,11 @@ class Seq:
 class Bench:
     """A decoder over a pool that is NaN wherever nothing was written."""
 
-    def __init__(self, path: Path, threads: int = 1) -> None:
+    def __init__(self, path: Path, threads: int = 1, coarse_below: float = COARSE_BELOW) -> None:
         with open_model(path) as source:
             self.config = source.config
             made = packed.load(self.config, functools.partial(checked, source), "any", None)
-        self.model = NativeTransformer(self.config, made, threads, looks=50)
+        self.model = NativeTransformer(self.config, made, threads, looks=50, coarse_below=coarse_below)
         self.pool = np.zeros((NUM_BLOCKS, self.model.block_nbytes), np.uint8)
         self.clear()
 
@@ -103,6 +103,11 @@ class Bench:
         self.free += count
         assert self.free <= NUM_BLOCKS
         return Seq(ids, blocks[1::2] + blocks[::2])
+
+    def logits(self, seqs: list[Seq], counts: list[int], wanted: list[int]) -> Array:
+        """Compute one step; returns the logits of the last tokens of each, as many as are wanted."""
+        runs = [seq.take(count) for seq, count in zip(seqs, counts, strict=True)]
+        return self.model.forward(runs, self.pool.ctypes.data, wanted).copy()
 
     def step(self, seqs: list[Seq], counts: list[int]) -> None:
         """Compute one step; logits of all tokens are kept."""
@@ -127,9 +132,9 @@ class Bench:
 
 
 @contextmanager
-def bench_of(path: Path, threads: int = 1) -> Iterator[Bench]:
+def bench_of(path: Path, threads: int = 1, coarse_below: float = COARSE_BELOW) -> Iterator[Bench]:
     """A bench whose threads end with it."""
-    made = Bench(path, threads)
+    made = Bench(path, threads, coarse_below)
     try:
         yield made
     finally:
@@ -153,8 +158,17 @@ def torch_logits(path: Path, ids: list[int]) -> tuple[Array, list[int]]:
         return torch.cat(logits).numpy(), greedy
 
 
-def compare(bench: Bench, path: Path) -> None:
+def compare(path: Path) -> None:
     """Compare logits with the transformer in torch, float32 on the same weights, along torch's greedy ids."""
+    # Keys, values, queries and attention weights are bfloat16: 2^-9 of what they are, through two layers. A head, a
+    # position or a layer in the wrong place gives errors as large as the logits. Groups of 8 bits are one 254th of
+    # their largest off, and weights drawn at random pass every error on.
+    for coarse_below, most, mean in ((0.0, 0.15, 0.01), (COARSE_BELOW, 0.5, 0.04)):
+        with bench_of(path, coarse_below=coarse_below) as bench:
+            _compare(bench, path, most, mean)
+
+
+def _compare(bench: Bench, path: Path, most: float, mean: float) -> None:
     seq = bench.seq(5, 40)
     want, greedy = torch_logits(path, seq.ids)
 
@@ -165,14 +179,12 @@ def compare(bench: Bench, path: Path) -> None:
 
     got = np.stack(seq.logits)
     error = np.abs(got - want)
-    # Keys, values, queries and attention weights are bfloat16: 2^-9 of what they are, through two layers. A head, a
-    # position or a layer in the wrong place gives errors as large as the logits.
-    assert error.max() < 0.15 * want.std(), error.max() / want.std()
-    assert error.mean() < 0.01 * want.std(), error.mean() / want.std()
+    assert error.max() < most * want.std(), error.max() / want.std()
+    assert error.mean() < mean * want.std(), error.mean() / want.std()
     best, second = np.sort(want, axis=1)[:, :-3:-1].T
     clear = best - second > 2 * error.max(axis=1)
     assert np.array_equal(got.argmax(axis=1)[clear], want.argmax(axis=1)[clear])
-    assert (got.argmax(axis=1)[39:] == greedy).sum() >= 30
+    assert (got.argmax(axis=1)[39:] == greedy).sum() >= 30 - 20 * mean
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -180,8 +192,7 @@ def test_logits_and_most_likely_ids_are_those_of_torch(name: str, tmp_path: Path
     """A prompt of 40 tokens and 31 decoded ones, on the weights that the file holds."""
     path = write_model(tmp_path / "m.gguf", SHAPES[name])
 
-    with bench_of(path) as bench:
-        compare(bench, path)
+    compare(path)
 
 
 @pytest.mark.slow
@@ -191,8 +202,7 @@ def test_a_file_and_a_folder_of_the_same_values_give_the_numbers_of_torch(family
     write_pair(tmp_path, family)
 
     for path in (tmp_path / f"{family}-gguf.gguf", tmp_path / f"{family}-gguf"):
-        with bench_of(path) as bench:
-            compare(bench, path)
+        compare(path)
 
 
 # --- rows ------------------------------------------------------------------------------------------
@@ -227,6 +237,28 @@ def same(bench: Bench, seq: Seq, alone: tuple[Array, Array]) -> bool:
     logits, kv = alone
     got = np.stack(seq.logits)
     return np.array_equal(bits(got), bits(logits[: len(got)])) and np.array_equal(bench.kv(seq), kv[:, : seq.done])
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3, 70])
+def test_logits_that_nobody_asks_for_are_left_out_and_change_nothing(
+    wanted: int, bench: Bench, alone: tuple[Array, Array]
+) -> None:
+    """The last layer computes what is asked for, of each sequence in the step; keys and values are all there."""
+    logits, kv = alone
+    bench.clear()
+    other, seq = bench.seq(2, 60), bench.seq(1, 150)
+
+    first = bench.logits([other, seq], [20, 80], [2, wanted])
+    second = bench.logits([seq, other], [70, 1], [wanted, 0])
+    last = bench.logits([other], [1], [1])
+
+    assert np.array_equal(bits(first[2:]), bits(logits[80 - wanted : 80]))
+    assert np.array_equal(bits(second), bits(logits[150 - wanted : 150]))
+    assert np.array_equal(bench.kv(seq), kv[:, :150])
+    bench.clear()
+    again = bench.seq(2, 60)
+    bench.step([again], [22])
+    assert np.array_equal(bits(np.concatenate([first[:2], last])), bits(np.stack(again.logits)[[18, 19, 21]]))
 
 
 @pytest.mark.parametrize("sizes", [[150], [2], [3], [7, 1], [16], [64, 1, 30], [149, 1], [33, 100, 17]])
@@ -387,7 +419,7 @@ def test_portable_code_gives_the_same_numbers_and_its_rows_are_as_exact(
             patch.setattr(native, "library", lambda: library)
             with bench_of(path) as made, bench_of(path, threads=2) as two:
                 assert made.model.instruction_set == "portable"
-                compare(made, path)
+                compare(path)
                 one_by_one = made.seq(1, 60)
                 for _ in range(60):
                     made.step([one_by_one], [1])
