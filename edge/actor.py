@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from edge.app import Parts, create_app
 from edge.exchange import MAX_OPEN, Exchange
 from edge.generate import Limits
-from edge.health import STATES, cut_off, missing
+from edge.health import STATES, cut_off, degraded, missing
 from edge.metrics import EdgeMetrics, MetricsCollector
 from edge.server import AddressUnavailable, HttpServer
 from runtime.actor import Actor, Context
@@ -146,3 +146,7 @@ class EdgeActor(Actor):
             return Unavailable("; ".join(reasons), code="not_ready", retry_after_s=2.0)
         self._was_ready = True
         return None
+
+    def degraded(self) -> list[str]:
+        """Return what does not work although requests are served."""
+        return degraded(self.context.membership.members(states=STATES))

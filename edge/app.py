@@ -29,6 +29,10 @@ class Health(Protocol):
         """Return why requests cannot be served now."""
         ...
 
+    def degraded(self) -> list[str]:
+        """Return what does not work although requests are served."""
+        ...
+
     @property
     def was_ready(self) -> bool:
         """Whether requests could be served at any time since the start."""
@@ -113,11 +117,12 @@ class _System:
         return _json({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        """Say whether requests can be served."""
+        """Say whether requests can be served, and what does not work all the same."""
         problem = self._parts.health.not_ready()
         if problem is not None:
             raise problem
-        return _json({"status": "ready"})
+        degraded = self._parts.health.degraded()
+        return _json({"status": "ready", **({"degraded": degraded} if degraded else {})})
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of all nodes."""

@@ -41,3 +41,8 @@ def missing(members: Iterable[Member]) -> list[str]:
         else:
             reasons.append(f"no {part} is running")
     return reasons
+
+
+def degraded(members: Iterable[Member]) -> list[str]:
+    """Return what does not work although requests can be served: a store without one of its tiers, say."""
+    return [f"{m.ref.kind} {m.ref.id}: {m.load['unhealthy']}" for m in members if m.load.get("unhealthy")]

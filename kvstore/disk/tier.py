@@ -107,7 +107,7 @@ class DiskTier:
             try:
                 self._begin()
             except DiskBusy as exc:
-                self._fail(codes.EWOULDBLOCK, str(exc), now)
+                self._failed(exc, now)
                 raise
             except (OSError, BadRecord) as exc:
                 self._failed(exc, now)
@@ -357,13 +357,15 @@ class DiskTier:
 
     # --- health and bookkeeping --------------------------------------------------------------------
 
-    def _failed(self, exc: Exception, now: float) -> None:
-        number = exc.errno if isinstance(exc, OSError) else codes.EIO
-        text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        self._fail(codes.EWOULDBLOCK if isinstance(exc, DiskBusy) else number, text, now)
-
-    def _fail(self, number: int | None, text: str, now: float) -> None:
-        self.health.fail(number, f"{self.directory}: {text}", now)
+    def _failed(self, exc: OSError | BadRecord | DiskBusy, now: float) -> None:
+        """Take note; the reason names no path, since `/health` shows it to everybody."""
+        match exc:
+            case DiskBusy():
+                self.health.fail(codes.EWOULDBLOCK, f"the directory belongs to {exc.owner or 'another process'}", now)
+            case BadRecord():
+                self.health.fail(codes.EIO, exc.reason, now)
+            case _:
+                self.health.fail(exc.errno, exc.strerror or "refused by the system", now)
 
     def statistics(self) -> dict[str, float]:
         """Return gauges and counters by name."""

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from edge.actor import EdgeActor
-from edge.health import missing
+from edge.health import degraded, missing
 from edge.server import AddressUnavailable
 from runtime.membership import Member
 from schemas.subjects import Ref
@@ -47,6 +47,15 @@ def test_a_reason_names_the_state_or_the_failure() -> None:
     assert failed == ["no decode engine is ready: model file is truncated"]
 
 
+def test_a_part_that_is_not_well_is_named() -> None:
+    """A store whose disk is full still serves; whoever looks is told."""
+    well = Member(Ref("kv", "kv-0", "e"), "n", "h", 1, "ready", {"unhealthy": ""}, 0.0)
+    full = Member(Ref("kv", "kv-1", "e"), "n", "h", 1, "ready", {"unhealthy": "disk tier: full"}, 0.0)
+
+    assert degraded([member("admission"), well]) == []
+    assert degraded([full, well]) == ["kv kv-1: disk tier: full"]
+
+
 async def test_nothing_but_liveness_is_promised_before_the_first_engine_is_ready() -> None:
     """Live at once; ready, models and chat say 503 with a time to come back; afterwards all serve."""
     async with edge_setup(engines=False) as s:
@@ -65,6 +74,9 @@ async def test_nothing_but_liveness_is_promised_before_the_first_engine_is_ready
         await s.ready()
 
         assert (await s.http.get("/health/ready")).json() == {"status": "ready"}
+        engine.actors[0].load = lambda: {"unhealthy": "no memory"}  # type: ignore[method-assign]
+        await s.until(lambda: s.edge.degraded() == ["decode decode-0: no memory"])
+        assert (await s.http.get("/health")).json() == {"status": "ready", "degraded": ["decode decode-0: no memory"]}
         assert (await s.http.post(CHAT, json=chat())).status_code == 200
         await s.system.kill(engine)
         await s.until(lambda: s.edge.not_ready() is not None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from disk_cases import LAYOUT, NBYTES, PLENTY, STRIDE, FaultyFiles, blocks, chain, leftovers, make, segments, served
 
+from kvstore.disk.behind import WriteBehind
 from kvstore.disk.files import PAGE
 from kvstore.disk.policy import LONGEST_PAUSE_S, Health, SecondTouch, affordable
 from kvstore.disk.tier import READ_LEASE_S, Block, DiskTier
@@ -286,3 +287,40 @@ def test_no_more_is_read_than_there_is_time_for() -> None:
     assert affordable(100, 1000, 10_000.0, 0.5) == 5
     assert affordable(3, 1000, 10_000.0, 0.5) == 3
     assert affordable(3, 1000, 1.0, 0.5) == 0
+
+
+def test_blocks_wait_until_they_fill_a_segment_or_long_enough() -> None:
+    """In the order in which they were admitted, each once, none that is written already."""
+    behind = WriteBehind(SecondTouch(), batch=3, delay_s=1.0)
+    keys = [bytes([i]) for i in range(5)]
+    behind.touch(keys, 0.0, ())
+    assert len(behind) == 0
+    behind.touch(keys[:2], 1.0, ())
+    behind.touch(keys[:2], 1.5, ())
+    assert len(behind) == 2 and behind.take(1.9, keys) == [] and behind.take(2.0, keys) == keys[:2]
+
+    behind.touch(keys, 3.0, {keys[0]})
+    assert behind.take(3.0, keys) == keys[1:4] and behind.take(3.0, keys) == []
+    assert behind.take(4.0, keys) == [keys[4]] and len(behind) == 0
+
+
+def test_a_block_that_is_not_stored_yet_waits_for_a_while() -> None:
+    """Its writer has announced it; one that never comes is forgotten."""
+    behind = WriteBehind(None, batch=2, delay_s=1.0, keep_s=5.0)
+    behind.touch([b"a", b"b"], 0.0, ())
+
+    assert behind.take(1.0, {b"b"}) == [b"b"] and len(behind) == 1
+    assert behind.take(4.0, ()) == [] and len(behind) == 1
+    assert behind.take(5.0, ()) == [] and len(behind) == 0
+
+
+def test_a_full_queue_drops_what_comes_unless_memory_is_about_to_go() -> None:
+    """It never grows with the load; at the end everything gets its chance."""
+    behind = WriteBehind(None, batch=2, max_queued=2)
+    behind.touch([b"a", b"b", b"c"], 0.0, ())
+    assert (len(behind), behind.dropped) == (2, 1)
+
+    behind.push([b"c", b"d", b"a", b"e"], 0.0, {b"e"})
+
+    stored = (b"a", b"b", b"c", b"d")
+    assert [behind.take(0.0, stored, hurry=True) for _ in range(3)] == [[b"a", b"b"], [b"c", b"d"], []]
