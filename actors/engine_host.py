@@ -101,6 +101,7 @@ class EngineActor(Actor):
     async def start(self) -> None:
         """Load the model, make the pool, run one real step; only then is the engine ready."""
         self._loop = asyncio.get_running_loop()
+        await self.prefix.index.start()
         core = await self._loop.run_in_executor(None, self._build)
         self.thread = EngineThread(core, self._deliver, self._crashed, name=f"engine-{self.ref.id}")
         self.thread.start()
@@ -166,7 +167,8 @@ class EngineActor(Actor):
     def statistics(self) -> dict[str, float]:
         """The engine's counters."""
         out = dict(self.thread.statistics) if self.thread is not None else {}
-        return {**out, "requests": len(self.works)}
+        index = {f"kv_index_{name}": value for name, value in self.prefix.index.statistics().items()}
+        return {**out, **index, "requests": len(self.works)}
 
     def call(
         self, fn: Callable[[EngineCore], T], then: Callable[[T | None, BaseException | None], None] | None = None
@@ -225,6 +227,8 @@ class EngineActor(Actor):
                 self.prefix.on_found(message)
             case m.KvReserved():
                 self.prefix.on_reserved(message)
+            case m.KvDump():
+                self.prefix.index.on_dump(message, sender)
             case _:
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 

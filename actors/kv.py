@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, ClassVar
 
+from actors.kv_events import Announcer
 from kvstore.pool import BlockPool
 from kvstore.tiers import HostTier
 from runtime.actor import Actor, Context
@@ -19,6 +20,7 @@ from schemas.subjects import Ref
 
 READ_LEASE_S = 3.0
 WRITE_LEASE_S = 10.0
+MAX_FIRST = 64
 NOBODY = Fence(0, "", 0)
 
 
@@ -40,7 +42,9 @@ class KvActor(Actor):
         self._tier: HostTier | None = None
         self._pool: BlockPool | None = None
         self._making = False
+        self._first: list[tuple[m.KvReserve, Ref | None]] = []  # writers that wait for the pool, one batch each
         self._unhealthy = ""
+        self._announcer = Announcer(context, *(("host",) if num_blocks > 0 else ()))
 
     async def stop(self) -> None:
         """Remove the pool."""
@@ -48,12 +52,12 @@ class KvActor(Actor):
             self._pool.close()
 
     def load(self) -> dict[str, Any]:
-        """How full the tier is."""
+        """How full the tier is, and the number of its last change."""
+        base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers()}
         if self._pool is None:
-            return {"running": 0, "waiting": 0, "free_blocks": 0, "total_blocks": 0, "blocks_in_use": 0}
+            return {**base, "free_blocks": 0, "total_blocks": 0, "blocks_in_use": 0}
         return {
-            "running": 0,
-            "waiting": 0,
+            **base,
             "free_blocks": self._pool.num_free,
             "total_blocks": self._pool.num_blocks,
             "blocks_in_use": self._pool.in_use,
@@ -62,10 +66,10 @@ class KvActor(Actor):
 
     def statistics(self) -> dict[str, float]:
         """The tier's counters."""
-        return self._tier.statistics() if self._tier is not None else {}
+        return {**(self._tier.statistics() if self._tier is not None else {}), **self._announcer.statistics()}
 
     def receive(self, message: m.Message, sender: Ref | None) -> None:
-        """Look up and pin, release, reserve, commit."""
+        """Look up and pin, release, reserve, commit; tell who joins what is stored."""
         match message:
             case m.KvLookup():
                 self._lookup(message)
@@ -77,6 +81,10 @@ class KvActor(Actor):
             case m.KvCommit():
                 if self._tier is not None:
                     self._tier.commit(message.ticket, message.ok, message.checksums)
+                    self._announcer.announce()
+                self._first = [(held, by) for held, by in self._first if held.ticket != message.ticket]
+            case m.KvDumpQuery():
+                self._announcer.on_query(message)
             case m.TransferDone():
                 if self._tier is not None:
                     self._tier.absolve(message.job)
@@ -103,7 +111,10 @@ class KvActor(Actor):
             if not self._making and not self._unhealthy and self._num_blocks > 0:
                 self._making = True
                 self.context.spawn(self._make(msg.pool), name="make the host tier")
-            self.context.send(msg.reply, refused)
+            if self._making and len(self._first) < MAX_FIRST:
+                self._first.append((msg, sender))
+            else:
+                self.context.send(msg.reply, refused)
             return
         handle = self._pool.handle()
         if (handle.layout, handle.block_nbytes) != (msg.pool.layout, msg.pool.block_nbytes):
@@ -134,13 +145,18 @@ class KvActor(Actor):
         except OSError as exc:
             self._unhealthy = f"no memory for {self._num_blocks} blocks: {exc.strerror}"
             self.context.telemetry.log.error("the host tier is off", reason=self._unhealthy)
-            return
+        else:
+            self._tier = HostTier(self._pool)
+            self._announcer.attach("host", self._tier)
         finally:
             self._making = False
-        self._tier = HostTier(self._pool)
+        first, self._first = self._first, []
+        for msg, sender in first:
+            self._reserve(msg, sender)
 
     def tick(self) -> None:
         """End leases; a writer whose lease is over must confirm that it is done before its blocks are lent again."""
+        self._announcer.tick(self.clock.now())
         if self._tier is None:
             return
         self._tier.expire(self.clock.now())

@@ -1,7 +1,8 @@
 """Stored prefixes: before a prompt is computed its longest stored prefix is fetched; afterwards its blocks are stored.
 
-The device tier is the engine's own pool; the host tier is the `kv` actor's. Any failure, and any answer that takes too
-long, is a miss: the prompt is computed. Nothing of this ever delays a step.
+The device tier is the engine's own pool; the host tier is the `kv` actor's, which is not asked for what the index of
+its blocks (`actors.kv_index`) does not know. Any failure, and any answer that takes too long, is a miss: the prompt is
+computed. Nothing of this ever delays a step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from actors.kv_index import KvIndex
 from actors.work import Work, salt_of
 from engine.core import Candidate, EngineCore
 from engine.sequence import Key, Sequence
@@ -68,6 +70,8 @@ class PrefixStore:
         self._loaded = telemetry.counter("kv_blocks_loaded_total", "Blocks loaded from the host tier")
         self._missed = telemetry.counter("kv_lookups_failed_total", "Lookups that ended as a miss by failure", ("why",))
         self._stored = telemetry.counter("kv_blocks_stored_total", "Blocks stored in the host tier")
+        self._skipped = telemetry.counter("kv_lookups_skipped_total", "Lookups not made: the index knew of no block")
+        self.index = KvIndex(engine.context)
 
     @property
     def idle(self) -> bool:
@@ -103,6 +107,11 @@ class PrefixStore:
             self._add(work, sequences)
             return
         hashes, parents = got
+        # Complete up to events on their way: what it does not know yet is computed, as if it had been stored later.
+        if self.index.complete(kv) and self.index.prefix(kv, hashes[:MIN_BLOCKS]) < MIN_BLOCKS:
+            self._skipped.inc()
+            self._add(work, sequences)
+            return
         until = self._engine.clock.now() + LOOKUP_LIMIT_S
         ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
         self._loads[ticket] = _Load(work, sequences, hashes, until, kv)
@@ -298,6 +307,7 @@ class PrefixStore:
         self._write = None
         if ok:
             self._stored.inc(len(checksums))
+            self.index.expect(write.kv, [c.hash for c in write.candidates])
         self._engine.context.send(write.kv, m.KvCommit(ticket=ticket, ok=ok, checksums=checksums))
         blocks = [c.block for c in write.candidates]
         self._engine.call(lambda core: core.written(blocks), lambda _, __: self.write_back())
@@ -306,6 +316,7 @@ class PrefixStore:
 
     def tick(self, now: float) -> None:
         """What takes too long is a miss; what was computed is stored."""
+        self.index.tick(now)
         if self._computed:
             self._computed = False
             self.write_back()
@@ -323,6 +334,7 @@ class PrefixStore:
             self._engine.context.send(write.transfer, write.job)
 
     def member_down(self, ref: Ref) -> None:
-        """A dead transfer actor copies nothing more."""
+        """A dead transfer actor copies nothing more, and a dead store has nothing."""
+        self.index.member_down(ref)
         if self._write is not None and self._write[1].transfer == ref:
             self._end_write(False, [])

@@ -351,6 +351,44 @@ class KvCommit(Message):
     checksums: list[int] = []
 
 
+class KvEvents(Message):
+    """Changes number `first`, `first` + 1, … of one of the sender's tiers, on `kv.events.<host>`.
+
+    One byte of `ops` and 32 of `hashes` each, see `kvstore.changes`. Whoever misses a number asks for a dump.
+    """
+
+    tier: str
+    first: int
+    ops: bytes
+    hashes: bytes
+    parents: bytes = b""
+
+
+class KvDumpQuery(Message):
+    """What does your tier store, from place `start` of the list on? Answered with `KvDump`.
+
+    All pages of one `ticket` show the tier as of the same change.
+    """
+
+    ticket: str
+    tier: str
+    start: int = 0
+    reply: RefField
+
+
+class KvDump(Message):
+    """What a tier stored as of its change `number`: places `start`, `start` + 1, … of `total`, packed like changes."""
+
+    ticket: str
+    tier: str
+    number: int
+    start: int
+    total: int
+    ops: bytes = b""
+    hashes: bytes = b""
+    parents: bytes = b""
+
+
 # --- everybody -------------------------------------------------------------------------------------
 
 

@@ -98,6 +98,7 @@ class SteppedEngineActor(EngineActor):
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        await self.prefix.index.start()
         self.thread = SteppedEngine(self._build(), self._deliver, self._loop)  # type: ignore[assignment]
         self.state = "ready"
 

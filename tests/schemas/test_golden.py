@@ -126,6 +126,9 @@ EXAMPLES: list[m.Message] = [
     m.KvReserve(ticket="w.1", hashes=[H1], parents=[H2], pool=POOL, reply=PREFILL),
     m.KvReserved(ticket="w.1", pool=POOL, positions=[0], blocks=BLOCKS[:1]),
     m.KvCommit(ticket="w.1", ok=False, checksums=[7]),
+    m.KvEvents(tier="host", first=70000, ops=b"\x02\x00", hashes=H1 + H2, parents=H2),
+    m.KvDumpQuery(ticket="d.1", tier="host", start=1024, reply=PREFILL),
+    m.KvDump(ticket="d.1", tier="host", number=70000, start=1024, total=1025, ops=b"\x02", hashes=H1, parents=H2),
     m.Heartbeat(ref=DECODE, node="decode-0", host="host-a", pid=4711, seq=12, sent_at=1767225000.25, state="ready",
                 load={"running": 3, "free_blocks": 500}),  # fmt: skip
     m.ExitNotice(node="decode-0", pid=4711, code=-9, refs=[DECODE]),

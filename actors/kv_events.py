@@ -1,0 +1,139 @@
+"""How a store tells others what it has: numbered changes on `kv.events.<host>`, and a dump for whoever joins."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.changes import Change, pack
+from kvstore.index import Dump, Event, EventLog, Op
+from runtime.actor import Context
+from schemas import messages as m
+from schemas.codec import encode
+from schemas.errors import TooLarge
+from schemas.subjects import kv_events
+
+CHANGES_PER_MESSAGE = 1024  # at most 66 KiB, and a millisecond of the follower's loop
+CHANGES_PER_TURN = 8192  # beyond it the next tick goes on
+MAX_DUMPS = 8
+DUMP_KEPT_S = 5.0
+
+
+class Tier(Protocol):
+    """What a tier shows to the announcer. Its numbers never go back while its actor lives."""
+
+    @property
+    def events(self) -> EventLog:
+        """Its numbered changes."""
+        ...
+
+    def dump(self) -> Dump:
+        """Return everything that it stores, in an order that keeps chains together."""
+        ...
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    dump: Dump
+    until: float
+
+
+class Announcer:
+    """The events and dumps of one store's tiers. A dump that is asked for no longer is kept for some seconds.
+
+    Beyond `MAX_DUMPS` of them the oldest goes: its asker gets a new one from the start.
+    """
+
+    def __init__(self, context: Context, *tiers: str) -> None:
+        """Speak for tiers of these kinds, all empty until they are attached."""
+        self._context = context
+        self._tiers: dict[str, Tier | None] = dict.fromkeys(tiers)
+        self._dumps: OrderedDict[str, _Snapshot] = OrderedDict()
+        self._per_message = CHANGES_PER_MESSAGE
+        self._subject = kv_events(context.host)
+        self._counts = {"events": 0, "messages": 0, "dumps": 0}
+
+    def attach(self, kind: str, tier: Tier) -> None:
+        """A tier of this kind exists now; its changes are numbered from 1."""
+        self._tiers[kind] = tier
+
+    def numbers(self) -> dict[str, int]:
+        """Return the number of each tier's last change: it rides in heartbeats, so that the last loss shows too."""
+        return {kind: tier.events.number if tier is not None else 0 for kind, tier in self._tiers.items()}
+
+    def announce(self) -> None:
+        """Tell what has changed since the last call."""
+        left = CHANGES_PER_TURN
+        for kind, tier in self._tiers.items():
+            while tier is not None and len(tier.events) and left > 0:
+                events = tier.events.collect(min(self._per_message, left))
+                left -= len(events)
+                self._publish(kind, events)
+
+    def _publish(self, kind: str, events: list[Event]) -> None:
+        packed = pack((event.op, event.hash, event.parent) for event in events)
+        message = m.KvEvents(
+            tier=kind, first=events[0].number, ops=packed.ops, hashes=packed.hashes, parents=packed.parents
+        )
+        try:
+            self._context.publish(self._subject, encode(message, self._context.ref))
+        except TooLarge:
+            if len(events) == 1:
+                raise
+            half = len(events) // 2
+            self._per_message = min(self._per_message, half)
+            self._publish(kind, events[:half])
+            self._publish(kind, events[half:])
+            return
+        self._counts["events"] += len(events)
+        self._counts["messages"] += 1
+
+    def on_query(self, msg: m.KvDumpQuery) -> None:
+        """Send a page of a dump; a ticket that is not known gets a new dump, from its start."""
+        if msg.tier not in self._tiers:
+            return
+        now = self._context.clock.now()
+        snapshot, start = self._dumps.get(msg.ticket), msg.start
+        if snapshot is None or start > len(snapshot.dump.hashes):
+            snapshot, start = _Snapshot(self._dump(msg.tier), now), 0
+            self._counts["dumps"] += 1
+            self._dumps[msg.ticket] = snapshot
+            while len(self._dumps) > MAX_DUMPS:
+                self._dumps.popitem(last=False)
+        snapshot.until = now + DUMP_KEPT_S
+        self._send_page(msg, snapshot.dump, start)
+
+    def _dump(self, kind: str) -> Dump:
+        tier = self._tiers[kind]
+        return Dump("", 0, ()) if tier is None else tier.dump()
+
+    def _send_page(self, msg: m.KvDumpQuery, dump: Dump, start: int) -> None:
+        packed = pack(_page(dump, start, self._per_message))
+        page = m.KvDump(
+            ticket=msg.ticket, tier=msg.tier, number=dump.number, start=start, total=len(dump.hashes),
+            ops=packed.ops, hashes=packed.hashes, parents=packed.parents,
+        )  # fmt: skip
+        try:
+            self._context.send(msg.reply, page)
+        except TooLarge:
+            if self._per_message == 1:
+                raise
+            self._per_message //= 2
+            self._send_page(msg, dump, start)
+
+    def tick(self, now: float) -> None:
+        """Tell what is left over, and forget dumps that nobody asks for."""
+        self.announce()
+        for ticket in [ticket for ticket, snapshot in self._dumps.items() if snapshot.until <= now]:
+            del self._dumps[ticket]
+
+    def statistics(self) -> dict[str, float]:
+        """Return gauges and counters by name."""
+        return {"dumps": len(self._dumps), **{f"announced_{name}_total": n for name, n in self._counts.items()}}
+
+
+def _page(dump: Dump, start: int, count: int) -> list[Change]:
+    stop = min(start + count, len(dump.hashes))
+    parents = dump.parents[start:stop] if dump.parents else [b""] * (stop - start)
+    return [(Op.ADD, digest, parent) for digest, parent in zip(dump.hashes[start:stop], parents, strict=True)]
