@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-BLOCK_TOKENS = 16
-STRETCH = 2.5  # a step with prompt chunks may take so many times a step without
+LEAST_CHUNK = 8  # tokens of prompts that a step takes whatever the pace, so that prompts progress
+GRAIN = 4  # chunks are multiples of it: the kernels take rows by fours
+STRETCH = 2.0  # a step with prompt chunks may take so many times a step without
 _KEEP = 0.95  # weight of the past at each new step of a size
 _REFIT = 8  # steps between fits, once there are a few
 _RIDGE = 1e-6
@@ -139,22 +140,24 @@ class StepCosts:
             limit: most tokens to return.
 
         Returns:
-            A multiple of 16 (or `limit`), at least 16, so that prompts progress.
+            A multiple of 4 (or `limit`), at least 8, so that prompts progress.
         """
-        if decodes.tokens == 0 or limit <= BLOCK_TOKENS or not self._seen:
+        if decodes.tokens == 0 or limit <= LEAST_CHUNK or not self._seen:
             return limit
         later = decodes.attended * (1 + joining / decodes.tokens)
         pace = self.predict(Work(decodes.tokens + joining, later))
         if pace is None:
-            return BLOCK_TOKENS
+            return LEAST_CHUNK
         # The line is trusted up to twice the largest step that was measured.
-        count = min(limit, max(BLOCK_TOKENS, 2 * self._largest))
-        while count > BLOCK_TOKENS:
+        count = min(limit, max(2 * LEAST_CHUNK, 2 * self._largest))
+        while count > LEAST_CHUNK:
             took = self.predict(decodes.plus(run_work(start, count)))
             if took is not None and took <= STRETCH * pace:
                 return count
-            count = (count - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        return BLOCK_TOKENS
+            # Coarse where there is much, so that a plan stays cheap.
+            grain = GRAIN if count <= 16 * GRAIN else 4 * GRAIN
+            count = (count - 1) // grain * grain
+        return min(LEAST_CHUNK, limit)
 
     def statistics(self) -> dict[str, float]:
         """Return the fitted line: seconds per step, per token, and per token and position."""

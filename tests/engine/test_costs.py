@@ -83,13 +83,13 @@ def test_a_size_with_a_cost_of_its_own_is_learnt() -> None:
 
 
 def test_a_chunk_beside_decodes_keeps_their_pace_and_is_not_wasteful() -> None:
-    """The largest multiple of 16 whose step stays within the stretch."""
+    """The largest multiple of 4 whose step stays within the stretch."""
     costs, running = trained(), decodes(16)
 
     count = costs.prompt_tokens(running, 1, 0, 256)
 
     pace = true_cost(Work(17, running.attended * 17 / 16))
-    assert count % 16 == 0 and count > 16
+    assert count % 4 == 0 and count > 8
     assert true_cost(running.plus(run_work(0, count))) <= STRETCH * pace * 1.05
     assert true_cost(running.plus(run_work(0, count + 32))) > STRETCH * pace * 0.95
 
@@ -149,4 +149,4 @@ def test_any_history_gives_a_usable_chunk(
     count = costs.prompt_tokens(Work(rows, rows * 100), joining, start, limit)
 
     assert predicted is None or predicted >= 0.0
-    assert min(16, limit) <= count <= limit
+    assert min(8, limit) <= count <= limit
