@@ -248,7 +248,7 @@ class HostTier:
             self._reads[ticket] = _Read(headers, now + lease_s)
         return headers
 
-    def __contains__(self, digest: bytes) -> bool:
+    def __contains__(self, digest: object) -> bool:
         return digest in self._stored
 
     def _follow(self, hashes: Sequence[bytes], parents: Sequence[bytes]) -> list[Header]:

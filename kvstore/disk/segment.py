@@ -93,6 +93,28 @@ def write_segment(
         raise
 
 
+def self_test(files: Files, staging: Path, final: Path, record: bytes, *, sync: bool) -> None:
+    """Write a record, read it back, compare every byte, remove it.
+
+    Raises:
+        OSError: if anything was refused.
+        BadRecord: if other bytes came back.
+    """
+    parts = (record[:HEADER_NBYTES], memoryview(record)[HEADER_NBYTES:])
+    write_segment(files, staging, final, [parts], sync=sync, step=lambda name: None)
+    got = bytearray(len(record))
+    try:
+        fd = files.open(final)
+        try:
+            nbytes = files.read(fd, [got], 0)
+        finally:
+            files.close(fd)
+    finally:
+        files.unlink(final)
+    if nbytes != len(record) or got != record:
+        raise BadRecord("the self-test read other bytes than it wrote")
+
+
 def _write_all(files: Files, fd: int, buffers: list[memoryview]) -> None:
     while buffers:
         written = files.write(fd, buffers)

@@ -20,7 +20,7 @@ from kvstore.disk.catalog import Catalog, Place, Segment
 from kvstore.disk.files import PAGE, Files, Found, Lock
 from kvstore.disk.policy import Health
 from kvstore.disk.reader import Wanted, read_places
-from kvstore.disk.segment import parse_name, segment_name, staging_name, write_segment
+from kvstore.disk.segment import parse_name, segment_name, self_test, staging_name, write_segment
 from kvstore.disk.stock import take_stock
 from kvstore.errors import BadRecord, DiskBusy
 from kvstore.eviction import EvictionPolicy, LruPolicy
@@ -156,11 +156,14 @@ class DiskTier:
             self._catalog.clear()  # reads of it go on; their leases are its own
             self._catalog = Catalog(self._make_policy(), self.events)
             self._foreign = stock.foreign
+            # Of two copies the later one is better: it was written because the first was not.
+            latest = {slot.header.hash: slot for scan in stock.scans for slot in scan.slots}
             for scan in stock.scans:
                 segment = Segment(scan.name, scan.charge)
                 places = (
                     (s.header.hash, Place(segment, s.offset, s.header.parent, s.header.num_tokens, s.header.checksum))
                     for s in scan.slots
+                    if latest[s.header.hash] is s
                 )
                 self._counts["recovered"] += self._catalog.add(segment, places)
                 self._counts["dropped"] += scan.bad
@@ -169,24 +172,10 @@ class DiskTier:
     def _self_test(self) -> None:
         """Write a record, read it back, compare every byte."""
         pattern = (self._epoch.encode() * (self.block_nbytes // max(1, len(self._epoch)) + 1))[: self.block_nbytes]
-        self._number += 1
-        final = self.folder / staging_name(self._number, self._epoch)
-        staging = self.folder / staging_name(self._number + 1, self._epoch)
-        self._number += 1
         header = self._header(b"\x00" * 32, b"\x00" * 32, 0, checksum(memoryview(pattern)))
-        records = [(header, memoryview(pattern))]
-        write_segment(self._files, staging, final, records, sync=self._sync, step=lambda name: None)
-        got = bytearray(self._stride)
-        try:
-            fd = self._files.open(final)
-            try:
-                nbytes = self._files.read(fd, [got], 0)
-            finally:
-                self._files.close(fd)
-        finally:
-            self._files.unlink(final)
-        if nbytes != self._stride or got != header + pattern:
-            raise BadRecord("the self-test read other bytes than it wrote")
+        self._number += 2
+        names = (self.folder / staging_name(self._number - i, self._epoch) for i in (1, 0))
+        self_test(self._files, *names, header + pattern, sync=self._sync)
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -299,7 +288,7 @@ class DiskTier:
         """Return the length of the longest stored prefix; a hint, which changes nothing and waits for nobody."""
         return len(self._catalog.prefix(hashes, parents))
 
-    def __contains__(self, digest: bytes) -> bool:
+    def __contains__(self, digest: object) -> bool:
         return digest in self._catalog.records
 
     def read(
@@ -326,7 +315,9 @@ class DiskTier:
             held = catalog.unpin(lease)
             if outcome.bad is not None and self._catalog is catalog:
                 catalog.drop(wanted[outcome.bad].hash, wanted[outcome.bad].place)
-        self._counts["corrupt"] += outcome.bad is not None and outcome.error is None
+        if outcome.bad is not None and outcome.error is None:
+            self._counts["corrupt"] += 1
+            self._blank(wanted[outcome.bad].place)
         if outcome.error is not None:
             self._counts["failed_reads"] += 1
             self._failed(outcome.error, now)
@@ -337,6 +328,17 @@ class DiskTier:
         self._counts["misses"] += len(hashes) - len(outcome.checksums)
         self._counts["read_nbytes"] += len(outcome.checksums) * self._stride
         return outcome.checksums
+
+    def _blank(self, place: Place) -> None:
+        """Take a bad record out of its file, so that the next start does not find it again."""
+        try:
+            fd = self._files.open(self.folder / place.segment.name, write=True)
+            try:
+                self._files.write_at(fd, bytes(HEADER_NBYTES), place.offset)
+            finally:
+                self._files.close(fd)
+        except OSError:
+            pass  # it is forgotten here, and found out again if it is ever read again
 
     def forget(self, hashes: Iterable[bytes]) -> int:
         """Drop blocks; returns how many were stored."""

@@ -78,6 +78,25 @@ def test_a_cut_segment_serves_what_is_left_of_it(tmp_path: Path, restart: bool) 
         tier.close()
 
 
+def test_a_good_copy_is_found_after_a_restart_not_the_bad_one_before_it(tmp_path: Path) -> None:
+    """What was found to be bad is taken out of its file; of two copies the later one counts."""
+    tier, path = stored(tmp_path)
+    flip(path, STRIDE + HEADER_NBYTES)
+    assert served(tier, 1, 4) == 1 and tier.write(blocks(1, 4), 0.0) == 1
+    tier.close()
+    tier = make(tmp_path, "e2")
+    assert served(tier, 1, 4) == 4 and tier.statistics()["dropped_total"] == 0
+    tier.close()
+
+    data = bytearray(segments(tier)[0].read_bytes())
+    data[STRIDE : 2 * STRIDE] = segments(tier)[1].read_bytes()
+    data[2 * STRIDE - 1] ^= 1  # the bad copy is there once more
+    segments(tier)[0].write_bytes(data)
+    tier = make(tmp_path, "e3")
+    assert served(tier, 1, 4) == 4
+    tier.check_integrity()
+
+
 def test_a_segment_of_no_bytes_is_removed_at_the_start(tmp_path: Path) -> None:
     """There is nothing to find in it."""
     tier, path = stored(tmp_path)
