@@ -55,7 +55,8 @@ class Announcer:
         self._counts = {"events": 0, "messages": 0, "dumps": 0}
 
     def attach(self, kind: str, tier: Tier) -> None:
-        """A tier of this kind exists now; its changes are numbered from 1."""
+        """A tier of this kind exists now. What it already holds is for dumps: nobody is told of it change by change."""
+        tier.events.collect()
         self._tiers[kind] = tier
 
     def numbers(self) -> dict[str, int]:

@@ -271,6 +271,27 @@ def test_tiers_of_one_store_are_one_prefix_and_both_must_be_known() -> None:
     pair(scenario)
 
 
+@pytest.mark.parametrize("kind", ["host", "remote"])
+def test_a_tier_that_comes_later_is_followed_with_all_that_it_holds(kind: str) -> None:
+    """It was found full: whether its kind was announced before, as empty, or not at all."""
+    late, hashes = Shelf(), chain(1, 3000)
+    late.put(hashes)
+
+    async def scenario(p: Pair) -> None:
+        store = p.add_store("kv-1", {"host": Shelf()})
+        announcer: Announcer = store.actors[0].announcer  # type: ignore[attr-defined]
+        await p.system.start(store)
+        await p.system.until(lambda: p.index.complete(store.refs[0]), limit_s=3.0)
+        announcer.attach(kind, late)
+        await p.system.until(lambda: p.index.prefix(store.refs[0], hashes) == 3000, limit_s=3.0)
+        late.put(chain(2, 5))
+        await p.sleep(2 * TICK_S)
+        assert p.index.prefix(store.refs[0], chain(2, 5)) == 5 and p.index.complete(store.refs[0])
+        assert announcer.statistics()["announced_events_total"] == 5
+
+    pair(scenario)
+
+
 @pytest.mark.parametrize("announce", [True, False])
 def test_a_dead_store_is_forgotten_and_its_successor_followed(announce: bool) -> None:
     """By its exit, or by its silence; the new one is another epoch and begins empty."""

@@ -96,8 +96,8 @@ def test_a_long_prefix_takes_few_looks_and_one_more_chain_costs_none() -> None:
     assert fork.looks < 5 * (10_000 // MAX_RUN + 1)
 
 
-def test_a_dropped_block_splits_its_run_and_a_stored_one_goes_on_with_the_run_before_it() -> None:
-    """The work of a drop stays within a run."""
+def test_a_dropped_block_splits_its_run_and_joins_the_parts_when_it_comes_back() -> None:
+    """The work of both stays within a run."""
     runs, hashes = StoredRuns(10_000), chain(1, 3 * MAX_RUN)
     store(runs, hashes)
     assert runs.num_runs == 3
@@ -108,7 +108,19 @@ def test_a_dropped_block_splits_its_run_and_a_stored_one_goes_on_with_the_run_be
     runs.drop(hashes[0])  # the first of a run takes no split
     assert runs.num_runs == 6 and runs.prefix(hashes, 1) == 99
     runs.add(hashes[100], hashes[99])
-    assert runs.num_runs == 6 and runs.prefix(hashes, 1) == 199
+    assert runs.num_runs == 5 and runs.prefix(hashes, 1) == 199
+    for at in (0, 200, 300):
+        runs.add(hashes[at], hashes[at - 1] if at else ROOT)
+    assert runs.num_runs == 3 and runs.prefix(hashes) == 3 * MAX_RUN
+    runs.check_integrity()
+
+
+def test_a_chain_that_comes_backwards_is_one_run() -> None:
+    """Every block is there before the one that it follows."""
+    runs, hashes = StoredRuns(10_000), chain(1, 50)
+    for at in reversed(range(50)):
+        runs.add(hashes[at], hashes[at - 1] if at else ROOT)
+    assert runs.num_runs == 1 and runs.prefix(hashes) == 50
     runs.check_integrity()
 
 
