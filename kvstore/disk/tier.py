@@ -174,8 +174,8 @@ class DiskTier:
         pattern = (self._epoch.encode() * (self.block_nbytes // max(1, len(self._epoch)) + 1))[: self.block_nbytes]
         header = self._header(b"\x00" * 32, b"\x00" * 32, 0, checksum(memoryview(pattern)))
         self._number += 2
-        names = (self.folder / staging_name(self._number - i, self._epoch) for i in (1, 0))
-        self_test(self._files, *names, header + pattern, sync=self._sync)
+        one, two = (self.folder / staging_name(self._number - i, self._epoch) for i in (1, 0))
+        self_test(self._files, one, two, header + pattern, sync=self._sync)
 
     # --- writing -----------------------------------------------------------------------------------
 
