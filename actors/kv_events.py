@@ -14,8 +14,9 @@ from schemas.codec import encode
 from schemas.errors import TooLarge
 from schemas.subjects import kv_events
 
-CHANGES_PER_MESSAGE = 1024  # at most 66 KiB, and a millisecond of the follower's loop
-CHANGES_PER_TURN = 8192  # beyond it the next tick goes on
+CHANGES_PER_MESSAGE = 256  # a millisecond of the follower's loop
+CHANGES_PER_TURN = 2048  # beyond it the next tick goes on: what is not told yet is only not found yet
+BLOCKS_PER_PAGE = 1024  # of a dump: they are cheaper than changes
 MAX_DUMPS = 8
 DUMP_KEPT_S = 5.0
 
@@ -50,7 +51,7 @@ class Announcer:
         self._context = context
         self._tiers: dict[str, Tier | None] = dict.fromkeys(tiers)
         self._dumps: OrderedDict[str, _Snapshot] = OrderedDict()
-        self._per_message = CHANGES_PER_MESSAGE
+        self._fits = BLOCKS_PER_PAGE  # as many changes as the bus has carried in a message so far
         self._subject = kv_events(context.host)
         self._counts = {"events": 0, "messages": 0, "dumps": 0}
 
@@ -68,7 +69,7 @@ class Announcer:
         left = CHANGES_PER_TURN
         for kind, tier in self._tiers.items():
             while tier is not None and len(tier.events) and left > 0:
-                events = tier.events.collect(min(self._per_message, left))
+                events = tier.events.collect(min(CHANGES_PER_MESSAGE, self._fits, left))
                 left -= len(events)
                 self._publish(kind, events)
 
@@ -83,7 +84,7 @@ class Announcer:
             if len(events) == 1:
                 raise
             half = len(events) // 2
-            self._per_message = min(self._per_message, half)
+            self._fits = min(self._fits, half)
             self._publish(kind, events[:half])
             self._publish(kind, events[half:])
             return
@@ -110,7 +111,7 @@ class Announcer:
         return Dump("", 0, ()) if tier is None else tier.dump()
 
     def _send_page(self, msg: m.KvDumpQuery, dump: Dump, start: int) -> None:
-        packed = pack(_page(dump, start, self._per_message))
+        packed = pack(_page(dump, start, self._fits))
         page = m.KvDump(
             ticket=msg.ticket, tier=msg.tier, number=dump.number, start=start, total=len(dump.hashes),
             ops=packed.ops, hashes=packed.hashes, parents=packed.parents,
@@ -118,9 +119,9 @@ class Announcer:
         try:
             self._context.send(msg.reply, page)
         except TooLarge:
-            if self._per_message == 1:
+            if self._fits == 1:
                 raise
-            self._per_message //= 2
+            self._fits //= 2
             self._send_page(msg, dump, start)
 
     def tick(self, now: float) -> None:

@@ -102,7 +102,7 @@ def cpu_ms(ask: Callable[[list[bytes]], object], hashes: Sequence[bytes]) -> flo
 def follow(index: BlockIndex, changes: Sequence[Change]) -> float:
     """Apply changes as a follower does; returns microseconds of processor time per change."""
     index.install("near", 0, StoredRuns(index.capacity))
-    messages = [pack(changes[first : first + 1024]) for first in range(0, len(changes), 1024)]
+    messages = [pack(changes[first : first + 256]) for first in range(0, len(changes), 256)]
     number, began = 0, time.process_time()
     for packed in messages:
         for op, digest, parent in unpack(packed.ops, packed.hashes, packed.parents):
