@@ -225,6 +225,8 @@ class EngineActor(Actor):
                     self.on_transfer_done(message)
             case m.KvFound():
                 self.prefix.on_found(message)
+            case m.KvLoading():
+                self.prefix.on_loading(message)
             case m.KvReserved():
                 self.prefix.on_reserved(message)
             case m.KvDump():

@@ -1,7 +1,8 @@
 """The store's host tier as an actor: blocks in host memory, indexed by their chained hashes, lent under leases.
 
 It hands out places and never touches bytes: the transfer actor copies, the reader verifies. Its pool is made when the
-first engine shows the layout of its blocks; blocks of another layout are refused.
+first engine shows the layout of its blocks; blocks of another layout are refused. Below it there may be a disk, which
+fills the same memory (`actors.kv_disk`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import asyncio
 from pathlib import Path
 from typing import Any, ClassVar
 
+from actors.kv_disk import DiskConfig, DiskSide
 from actors.kv_events import Announcer
+from kvstore.disk.tier import DiskTier
 from kvstore.pool import BlockPool
-from kvstore.tiers import HostTier
+from kvstore.tiers import Found, HostTier
 from runtime.actor import Actor, Context
 from schemas import messages as m
 from schemas.record import Fence
@@ -29,12 +32,15 @@ class KvActor(Actor):
 
     Args:
         directory, prefix: where the pool's file lies and how its name begins.
-        num_blocks: how many blocks the tier holds; 0 turns it off.
+        num_blocks: how many blocks the tier holds; 0 turns it off, and the disk with it.
+        disk: what is kept on a disk, and where; nothing if absent.
     """
 
     kind: ClassVar[str] = "kv"
 
-    def __init__(self, context: Context, *, directory: Path, prefix: str, num_blocks: int) -> None:
+    def __init__(
+        self, context: Context, *, directory: Path, prefix: str, num_blocks: int, disk: DiskConfig | None = None
+    ) -> None:
         super().__init__(context)
         self._directory = directory
         self._pool_name = f"{prefix.removeprefix('headrace-')}kv-{context.ref.id}"
@@ -44,16 +50,24 @@ class KvActor(Actor):
         self._making = False
         self._first: list[tuple[m.KvReserve, Ref | None]] = []  # writers that wait for the pool, one batch each
         self._unhealthy = ""
-        self._announcer = Announcer(context, *(("host",) if num_blocks > 0 else ()))
+        self._disk: DiskSide | None = None
+        if disk is not None and num_blocks > 0:
+            self._disk = DiskSide(context, disk, answer=self._answer, opened=self._opened)
+        kinds = (("host",) if num_blocks > 0 else ()) + (("disk",) if self._disk is not None else ())
+        self._announcer = Announcer(context, *kinds)
 
     async def stop(self) -> None:
-        """Remove the pool."""
+        """Remove the pool; what is on disk stays."""
+        if self._disk is not None:
+            self._disk.stop()
         if self._pool is not None:
             self._pool.close()
 
     def load(self) -> dict[str, Any]:
         """How full the tier is, and the number of its last change."""
-        base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers()}
+        disk = self._disk.unhealthy if self._disk is not None else ""
+        unhealthy = "; ".join(filter(None, (self._unhealthy, disk)))
+        base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers(), "unhealthy": unhealthy}
         if self._pool is None:
             return {**base, "free_blocks": 0, "total_blocks": 0, "blocks_in_use": 0}
         return {
@@ -61,12 +75,24 @@ class KvActor(Actor):
             "free_blocks": self._pool.num_free,
             "total_blocks": self._pool.num_blocks,
             "blocks_in_use": self._pool.in_use,
-            "unhealthy": self._unhealthy,
         }
 
     def statistics(self) -> dict[str, float]:
         """The tier's counters."""
-        return {**(self._tier.statistics() if self._tier is not None else {}), **self._announcer.statistics()}
+        tier = self._tier.statistics() if self._tier is not None else {}
+        disk = self._disk.statistics() if self._disk is not None else {}
+        return {**tier, **disk, **self._announcer.statistics()}
+
+    def drain(self) -> None:
+        """Leave once the disk has what memory holds, or its time for that is over."""
+        super().drain()
+        if self._disk is not None:
+            self._disk.drain(self.clock.now())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to be written."""
+        return self._disk is None or self._disk.idle(self.clock.now())
 
     def receive(self, message: m.Message, sender: Ref | None) -> None:
         """Look up and pin, release, reserve, commit; tell who joins what is stored."""
@@ -74,6 +100,8 @@ class KvActor(Actor):
             case m.KvLookup():
                 self._lookup(message)
             case m.KvRelease():
+                if self._disk is not None:
+                    self._disk.forget(message.ticket)
                 if self._tier is not None:
                     self._tier.release(message.ticket)
             case m.KvReserve():
@@ -96,9 +124,20 @@ class KvActor(Actor):
             self.context.send(msg.reply, m.KvFound(ticket=msg.ticket))
             return
         found = self._tier.lookup(msg.ticket, msg.hashes, msg.parents, self.clock.now(), READ_LEASE_S)
+        if self._disk is not None:
+            self._disk.touched(msg.hashes[: len(found.refs)])
+            if self._disk.begin(msg, found):
+                return
+        self._answer(msg, found)
+
+    def _opened(self, disk: DiskTier) -> None:
+        self._announcer.attach("disk", disk)
+        self._announcer.announce()  # engines do not ask for what they do not know of
+
+    def _answer(self, msg: m.KvLookup, found: Found) -> None:
         answer = m.KvFound(
             ticket=msg.ticket,
-            pool=self._pool.handle() if found.refs else None,
+            pool=self._pool.handle() if found.refs and self._pool is not None else None,
             blocks=found.refs,
             checksums=found.checksums,
             lease_until=found.lease_until,
@@ -120,6 +159,8 @@ class KvActor(Actor):
         if (handle.layout, handle.block_nbytes) != (msg.pool.layout, msg.pool.block_nbytes):
             self.context.send(msg.reply, refused)
             return
+        if self._disk is not None:
+            self._disk.touched(msg.hashes)
         now = self.clock.now()
         writer = str(sender) if sender is not None else ""
         staging = self._tier.reserve(msg.ticket, msg.hashes, msg.parents, now, now + WRITE_LEASE_S, writer=writer)
@@ -148,6 +189,8 @@ class KvActor(Actor):
         else:
             self._tier = HostTier(self._pool)
             self._announcer.attach("host", self._tier)
+            if self._disk is not None:
+                self._disk.open(self._tier)
         finally:
             self._making = False
         first, self._first = self._first, []
@@ -160,7 +203,11 @@ class KvActor(Actor):
         if self._tier is None:
             return
         self._tier.expire(self.clock.now())
+        if self._disk is not None:
+            self._disk.tick(self.clock.now())
         for ticket in self._tier.unconfirmed:
+            if self._disk is not None and self._disk.reads_into(ticket):
+                continue  # a thread of this process; it says itself when it is done
             for member in self.context.membership.members("transfer"):
                 if member.host == self.context.host:
                     abort = m.TransferAbort(request_id=ticket, fence=NOBODY, job=ticket)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from actors.engine_host import EngineActor
 
 LOOKUP_LIMIT_S = 0.06
+LOADING_LIMIT_S = 2.0  # for a store that says that it reads from its disk
 COPY_LIMIT_S = 1.0
 MIN_BLOCKS = 2  # shorter prefixes are computed faster than they are asked for
 HASHED_HERE = 8192  # tokens: half a millisecond on the loop; the way to the engine's thread and back takes longer
@@ -65,6 +66,7 @@ class PrefixStore:
         self._loads: dict[str, _Load] = {}
         self._write: tuple[str, _Write] | None = None
         self._collecting = self._computed = False
+        self._introduced: Ref | None = None
         self._number = 0
         telemetry = engine.context.telemetry
         self._loaded = telemetry.counter("kv_blocks_loaded_total", "Blocks loaded from the host tier")
@@ -124,6 +126,12 @@ class PrefixStore:
                 core.add(sequence)
 
         self._engine.call(add, lambda _, error: self._engine.added(work, error))
+
+    def on_loading(self, msg: m.KvLoading) -> None:
+        """The store reads more of the prefix from its disk: wait for it, within reason."""
+        load = self._loads.get(msg.ticket)
+        if load is not None and not load.copying:
+            load.until = self._engine.clock.now() + min(msg.wait_s + LOOKUP_LIMIT_S, LOADING_LIMIT_S)
 
     def on_found(self, msg: m.KvFound) -> None:
         """The store's answer: copy what it has, compute the rest."""
@@ -244,6 +252,16 @@ class PrefixStore:
         """There may be something to store: at the next tick, so as not to compete with the first token's way out."""
         self._computed = True
 
+    def _introduce(self) -> None:
+        """Show a new store the layout of the blocks here, so that it is prepared before the first lookup."""
+        kv, pool = self._engine.neighbour("kv"), self._engine.pool
+        if kv is None or pool is None or kv == self._introduced:
+            return
+        self._introduced = kv
+        ticket = f"{self._engine.ref.id}.{self._engine.ref.epoch}.hello"
+        hello = m.KvReserve(ticket=ticket, hashes=[], parents=[], pool=pool.handle(), reply=self._engine.ref)
+        self._engine.context.send(kv, hello)
+
     def write_back(self) -> None:
         """Store what was computed, one batch at a time."""
         kv = self._engine.neighbour("kv")
@@ -317,6 +335,7 @@ class PrefixStore:
     def tick(self, now: float) -> None:
         """What takes too long is a miss; what was computed is stored."""
         self.index.tick(now)
+        self._introduce()
         if self._computed:
             self._computed = False
             self.write_back()

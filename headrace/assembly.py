@@ -153,10 +153,21 @@ def _transfer(context: Context, *, parts: Parts) -> Actor:
 
 def _kv(context: Context, *, parts: Parts) -> Actor:
     from actors.kv import KvActor
+    from actors.kv_disk import DiskConfig
 
     settings = parts.settings
+    disk = DiskConfig(
+        Path(settings.kv_disk_dir).expanduser(),
+        settings.kv_disk_bytes,
+        sync=settings.kv_disk_sync,
+        keep_all=settings.kv_disk_admission == "all",
+    )
     return KvActor(
-        context, directory=Path(settings.shm_dir), prefix=settings.pool_prefix, num_blocks=settings.num_host_blocks
+        context,
+        directory=Path(settings.shm_dir),
+        prefix=settings.pool_prefix,
+        num_blocks=settings.num_host_blocks,
+        disk=disk if settings.kv_disk_dir else None,
     )
 
 

@@ -317,6 +317,13 @@ class KvFound(Message):
     lease_until: float = 0.0
 
 
+class KvLoading(Message):
+    """A lookup goes on on the store's disk: `KvFound` follows within `wait_s`, with more blocks if all goes well."""
+
+    ticket: str
+    wait_s: float
+
+
 class KvRelease(Message):
     """Unpin the blocks of a lookup."""
 
@@ -354,7 +361,8 @@ class KvCommit(Message):
 class KvEvents(Message):
     """Changes number `first`, `first` + 1, … of one of the sender's tiers, on `kv.events.<host>`.
 
-    One byte of `ops` and 32 of `hashes` each, see `kvstore.changes`. Whoever misses a number asks for a dump.
+    One byte of `ops` and 32 of `hashes` each, see `kvstore.changes`. Whoever misses a number asks for a dump. Without a
+    change it tells where the numbers are.
     """
 
     tier: str

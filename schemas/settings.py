@@ -76,6 +76,12 @@ class Settings(BaseSettings):
     # Engines
     pool_tokens: int = Field(8192, ge=16, description="tokens of KV per engine; rounded down to blocks of 16")
     host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
+    kv_disk_dir: str = Field("", description="directory of the store's disk tier, owned by one process; empty: none")
+    kv_disk_bytes: int = Field(8_589_934_592, ge=0, description="most bytes that the disk tier takes")
+    kv_disk_admission: Literal["second-touch", "all"] = Field(
+        "second-touch", description="blocks worth a place on disk: second-touch (used twice) | all"
+    )
+    kv_disk_sync: bool = Field(False, description="wait for the disk before a block counts as stored there")
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
     parking_tokens: int = Field(4096, ge=0, description="tokens of KV in host memory for preempted sequences; 0: none")

@@ -18,6 +18,7 @@ from actors.admission import AdmissionActor, AdmissionConfig
 from actors.detokenize import DetokenizeActor
 from actors.engine_host import EngineActor
 from actors.kv import KvActor
+from actors.kv_disk import DiskConfig
 from actors.tokenize import TokenizeActor
 from actors.transfer import TransferActor
 from engine.core import EngineCore
@@ -146,6 +147,7 @@ class Fleet:
     ) -> None:
         self.system = system
         self.whole_below = whole_below  # 0: every request takes every hop
+        self.disk: DiskConfig | None = None
         self.directory = directory
         self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
@@ -172,7 +174,7 @@ class Fleet:
             case "transfer":
                 return TransferActor(context)
             case "kv":
-                return KvActor(context, directory=self.directory, prefix=PREFIX, num_blocks=64)
+                return KvActor(context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=self.disk)
             case _:
                 return SteppedEngineActor(
                     context, role=kind, make_runner=self.make_runner, directory=self.directory,
@@ -326,6 +328,7 @@ async def fleet(
     *,
     make_runner: Callable[[], Runner] = lambda: ScriptedRunner(SCRIPT),
     whole_below: int = 0,
+    disk: DiskConfig | None = None,
     **layout: int,
 ) -> AsyncIterator[Fleet]:
     """Start an instance, two of whatever may be killed; errors in handlers are raised at the end."""
@@ -333,6 +336,7 @@ async def fleet(
     loop.run_in_executor = _at_once  # type: ignore[method-assign, assignment]
     async with MemorySystem(clock=clock) as system:
         made = Fleet(system, directory, make_runner, whole_below)
+        made.disk = disk
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):
                 made.make(kind, number)

@@ -121,6 +121,7 @@ EXAMPLES: list[m.Message] = [
     m.Transferred(**HEAD, job="5f0c.0.1.2", part=0, source=PREFILL, first=[[9, None], [10, None]], num_tokens=3),
     m.Activated(**HEAD, part=0),
     m.KvLookup(ticket="5f0c.load.1.2", hashes=[H1, H2], parents=[H2, H1], reply=PREFILL),
+    m.KvLoading(ticket="5f0c.load.1.2", wait_s=1.0),
     m.KvFound(ticket="5f0c.load.1.2", pool=POOL, blocks=BLOCKS, checksums=[7, 8], lease_until=99.5),
     m.KvRelease(ticket="5f0c.load.1.2"),
     m.KvReserve(ticket="w.1", hashes=[H1], parents=[H2], pool=POOL, reply=PREFILL),
