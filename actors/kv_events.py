@@ -56,9 +56,10 @@ class Announcer:
         self._counts = {"events": 0, "messages": 0, "dumps": 0}
 
     def attach(self, kind: str, tier: Tier) -> None:
-        """A tier of this kind exists now. What it already holds is for dumps: nobody is told of it change by change."""
+        """A tier of this kind exists now. What it already holds is for dumps: followers are told of the gap alone."""
         tier.events.collect()
         self._tiers[kind] = tier
+        self._send_changes(kind, tier.events.number + 1, [])
 
     def numbers(self) -> dict[str, int]:
         """Return the number of each tier's last change: it rides in heartbeats, so that the last loss shows too."""
@@ -73,13 +74,14 @@ class Announcer:
                 left -= len(events)
                 self._publish(kind, events)
 
-    def _publish(self, kind: str, events: list[Event]) -> None:
+    def _send_changes(self, kind: str, first: int, events: list[Event]) -> None:
         packed = pack((event.op, event.hash, event.parent) for event in events)
-        message = m.KvEvents(
-            tier=kind, first=events[0].number, ops=packed.ops, hashes=packed.hashes, parents=packed.parents
-        )
+        message = m.KvEvents(tier=kind, first=first, ops=packed.ops, hashes=packed.hashes, parents=packed.parents)
+        self._context.publish(self._subject, encode(message, self._context.ref))
+
+    def _publish(self, kind: str, events: list[Event]) -> None:
         try:
-            self._context.publish(self._subject, encode(message, self._context.ref))
+            self._send_changes(kind, events[0].number, events)
         except TooLarge:
             if len(events) == 1:
                 raise

@@ -155,11 +155,12 @@ class KvIndex:
         changes = self._unpacked(events.ops, events.hashes, events.parents)
         if changes is None:
             return  # a gap will show
-        whole = True
+        if events.first > (self._index.number(name) or 0) + 1:
+            self._index.lose(name)  # also where there is no change: a tier has come that already holds something
         for number, (op, digest, parent) in enumerate(changes, events.first):
-            whole = self._index.apply(Event(name, number, op, digest, parent))
+            self._index.apply(Event(name, number, op, digest, parent))
         tier, now = self._tiers[name], self._context.clock.now()
-        if not whole and not tier.ticket and now >= tier.ask_at:
+        if not self._index.ready(name) and not tier.ticket and now >= tier.ask_at:
             self._ask(tier, now)
 
     def _watch(self, owner: Ref, kind: str, number: int, now: float) -> None:
