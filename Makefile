@@ -1,4 +1,4 @@
-.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory chaos clean venv
+.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay chaos clean venv
 
 run:   ; @scripts/run.sh $(ARGS)
 test:  ; @scripts/test.sh $(ARGS)
@@ -8,6 +8,7 @@ bench-engine:      ; @scripts/bench.sh engine $(ARGS)
 bench-peers:       ; @scripts/bench.sh peers $(ARGS)
 bench-speculation: ; @scripts/bench.sh speculation $(ARGS)
 bench-memory:      ; @scripts/bench.sh memory $(ARGS)
+bench-replay:      ; @scripts/bench.sh replay $(TRACE) $(ARGS)
 chaos: ; @scripts/chaos.sh $(ARGS)
 clean: ; @scripts/clean.sh
 venv:  ; @scripts/bootstrap.sh dev

@@ -1,0 +1,1 @@
+"""`python -m bench.replay`: traces of real services against the policies and the index, in virtual time."""
