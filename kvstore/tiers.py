@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.block import BLOCK_TOKENS
-from kvstore.eviction import EvictionPolicy, LruPolicy
+from kvstore.eviction import EvictionPolicy, S3FifoPolicy
 from kvstore.handoff import checksum
 from kvstore.index import Dump, EventLog, Op
 from kvstore.pool import BlockPool
@@ -75,7 +75,7 @@ class HostTier:
         self.pool = pool
         self.epoch = pool.handle().epoch
         self.events = EventLog(self.epoch)
-        self._policy: EvictionPolicy = policy if policy is not None else LruPolicy()
+        self._policy: EvictionPolicy = policy if policy is not None else S3FifoPolicy(pool.num_blocks)
         self._max_leases = max_leases
         self._stored: dict[bytes, Header] = {}
         self._writes: dict[str, _Write] = {}
