@@ -8,6 +8,7 @@ another one, and one that dies is forgotten.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -48,6 +49,7 @@ class CoreShare:
         except OSError:
             os.close(self._file)
             raise
+        self._view = (ctypes.c_char * len(self._map)).from_buffer(self._map)
         self._at = self._slot * _SLOT.size
         _SLOT.pack_into(self._map, self._at, 0.0, 0.0)
 
@@ -67,9 +69,15 @@ class CoreShare:
         begun, _ = _SLOT.unpack_from(self._map, self._at)
         _SLOT.pack_into(self._map, self._at, begun, self._now())
 
+    @property
+    def shared(self) -> tuple[int, int, int, int, float, float]:
+        """Address of the slots, their number, this one's, cores, and both limits, for steps in compiled code."""
+        return ctypes.addressof(self._view), SLOTS, self._slot, self._cores, IDLE_AFTER_S, DEAD_AFTER_S
+
     def close(self) -> None:
-        """Leave the slot to somebody else."""
+        """Leave the slot to somebody else; nobody reads the shared file through this object any more."""
         _SLOT.pack_into(self._map, self._at, 0.0, 0.0)
+        del self._view  # a map with a view on it cannot be closed
         self._map.close()
         os.close(self._file)
 

@@ -54,6 +54,8 @@ class NativeRunner(ModelRunner):
         self._model = NativeTransformer(self.config, weights, threads, coarse_below=coarse_below)
         self._threads = threads
         self._cores = cores
+        if cores is not None:
+            self._model.share(*cores.shared)
         self._allowed = threads
         self._weight_nbytes = weights.nbytes
         config = self.config

@@ -155,6 +155,14 @@ class NativeTransformer:
         )
         return self._logits[:rows]
 
+    def share(self, slots: int, count: int, own: int, cores: int, idle_after_s: float, dead_after_s: float) -> None:
+        """Let long steps give cores up to other engines: `kernels/native/share.hpp` says what lies at address `slots`.
+
+        The memory must stay mapped until `close`.
+        """
+        seconds = ctypes.c_double(idle_after_s), ctypes.c_double(dead_after_s)
+        self._library.hr_decoder_share(self._decoder, _POINTER(slots), count, own, cores, *seconds)
+
     def close(self) -> None:
         """End the team's threads."""
         if self._decoder:

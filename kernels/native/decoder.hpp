@@ -9,6 +9,7 @@
 #include "kernels/attention/native.hpp"
 #include "kernels/kv_write/native.hpp"
 #include "kernels/linear/native.hpp"
+#include "kernels/native/share.hpp"
 #include "kernels/native/threads.hpp"
 #include "kernels/rms_norm/native.hpp"
 #include "kernels/rope/native.hpp"
@@ -51,6 +52,7 @@ class Decoder {
     }
 
     Team& team() { return team_; }
+    void share(const CoreShare& cores) { cores_ = cores; }
 
     // Compute runs: write their keys and values, and logits [Σ wanted, vocab].
     void step(const Run* runs, int num_runs, const int32_t* ids, uint16_t* pool, float* logits) {
@@ -72,6 +74,7 @@ class Decoder {
 
     const Model model_;
     Team team_;
+    CoreShare cores_;
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     const Run* runs_ = nullptr;
     std::vector<Row> row_;
@@ -138,6 +141,7 @@ class Decoder {
     int64_t private_stride() const { return activation_words(FEW, widest()) + 64; }
 
     static constexpr int64_t FEW = 2;
+    static constexpr int64_t LONG_STEP = 32;  // rows
 
     template <typename Fn> void shared(int& phase, int64_t n, Fn fn) {
         Pieces& pieces = pieces_[phase++];
@@ -218,7 +222,10 @@ class Decoder {
             });
             team_.meet();
             a = prepare(thread, phase, w.down, rows, [&](int64_t i, float*) { return gated_.data() + i * m.ffn; });
+            // A long step gives cores up when others begin theirs: a team on too few waits for its sleeping threads.
+            if (thread == 0 && rows_ >= LONG_STEP) team_.shrink(cores_.threads());
             multiply(phase, w.down, a, residual, add_to);
+            if (thread >= team_.active()) return;
         }
         const Activations a = prepare(thread, phase, m.head, lasts, [&](int64_t i, float* buffer) {
             rms_norm_row(x_.data() + wanted_[i] * hidden, m.norm, hidden, m.eps, buffer);

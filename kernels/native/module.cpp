@@ -22,6 +22,7 @@ const char* hr_instruction_set() {
 }
 
 void* hr_team_new(int threads, int looks) { return new Team(threads, looks); }
+int hr_team_active(void* team) { return static_cast<Team*>(team)->active(); }
 void hr_team_free(void* team) { delete static_cast<Team*>(team); }
 
 void hr_linear(void* team, const Packed* w, const float* x, int64_t rows, float* y) {
@@ -69,6 +70,12 @@ void hr_attention(const uint16_t* pool, const int32_t* blocks, int64_t kv_heads,
 void* hr_decoder_new(const Model* model, int threads, int looks) { return new Decoder(*model, threads, looks); }
 void hr_decoder_free(void* decoder) { delete static_cast<Decoder*>(decoder); }
 void* hr_decoder_team(void* decoder) { return &static_cast<Decoder*>(decoder)->team(); }
+
+// Long steps look into this file of engines that compute, and give cores up; see share.hpp.
+void hr_decoder_share(void* decoder, const double* slots, int count, int own, int cores, double idle_after_s,
+                      double dead_after_s) {
+    static_cast<Decoder*>(decoder)->share({slots, count, own, cores, idle_after_s, dead_after_s});
+}
 
 // On `threads` of the decoder's threads, also for what the team does after it.
 void hr_decoder_step(void* decoder, const Run* runs, int num_runs, const int32_t* ids, uint16_t* pool, float* logits,

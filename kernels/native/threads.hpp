@@ -32,12 +32,12 @@ class Team {
   public:
     // `looks`: how often a waiting thread looks before it sleeps.
     explicit Team(int threads, int looks = 1500)
-        : threads_(std::max(1, threads)), looks_(looks), active_(threads_), calls_(static_cast<size_t>(threads_)) {
+        : threads_(std::max(1, threads)), looks_(looks), active_(threads_), next_(threads_), calls_(static_cast<size_t>(threads_)) {
         for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {
         stopping_ = true;
-        active_ = threads_;
+        set_active(threads_);
         call();
         for (auto& worker : workers_) worker.join();
     }
@@ -47,11 +47,15 @@ class Team {
     // How many threads take part in jobs, the caller's included.
     int active() const { return active_; }
     int threads() const { return threads_; }
-    void set_active(int n) { active_ = std::clamp(n, 1, threads_); }
+    void set_active(int n) { active_ = next_ = std::clamp(n, 1, threads_); }
+
+    // In a job, by its caller: from the next meeting on only the first n threads go on. The others must end the job then.
+    void shrink(int n) { next_ = std::clamp(n, 1, active_); }
 
     // Call fn(thread) once on every active thread, the caller's included; returns when all are done.
     template <typename Fn> void run(Fn&& fn) {
-        if (active_ == 1) {
+        const int active = active_;
+        if (active == 1) {
             fn(0);
             return;
         }
@@ -60,7 +64,7 @@ class Team {
         done_.store(0, std::memory_order_relaxed);
         call();
         fn(0);
-        wait([&] { return done_.load(std::memory_order_acquire) == static_cast<uint32_t>(active_ - 1); }, done_);
+        wait([&] { return done_.load(std::memory_order_acquire) == static_cast<uint32_t>(active - 1); }, done_);
     }
 
     // All active threads of a job meet here. What was written before is seen after.
@@ -69,6 +73,7 @@ class Team {
         const uint32_t round = round_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(active_)) {
             arrived_.store(0, std::memory_order_relaxed);
+            active_ = next_;
             round_.fetch_add(1, std::memory_order_release);
             round_.notify_all();
             return;
@@ -117,6 +122,7 @@ class Team {
     const int threads_;
     const int looks_;
     int active_;
+    int next_;  // active threads from the next meeting on
     std::vector<std::thread> workers_;
     std::vector<Call> calls_;
     std::function<void(int)>* body_ = nullptr;

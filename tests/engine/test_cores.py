@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine import cores
 from engine.cores import DEAD_AFTER_S, IDLE_AFTER_S, STREAMED_PER_THREAD, CoreShare, useful_threads
+from kernels import native
+from models import packed
+from models.native import NativeTransformer
+from models.quant import checked
+from models.source import open_model
+from tests.models.native_models import Shape, write_model
 
 HOLDER = """
 import sys, time
@@ -132,3 +143,47 @@ def test_single_tokens_use_as_many_threads_as_have_something_to_read(
     threads: int, num_tokens: int, weights: int, useful: int
 ) -> None:
     assert useful_threads(threads, num_tokens, weights) == useful
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_a_long_step_gives_cores_up_when_another_engine_begins(
+    tmp_path: Path, pair: tuple[CoreShare, CoreShare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads beyond its share end with a layer; short steps and numbers stay as they are."""
+    mine, other = pair
+    now = time.monotonic()
+    monkeypatch.setattr(mine, "_now", lambda: now)
+    monkeypatch.setattr(other, "_now", lambda: now)
+    path = write_model(tmp_path / "m.gguf", Shape())
+    with open_model(path) as source:
+        weights = packed.load(source.config, functools.partial(checked, source), "any", None)
+        model = NativeTransformer(source.config, weights, threads=4)
+    model.share(*mine.shared)
+    pool = np.zeros((8, model.block_nbytes), np.uint8)
+    active = native.library().hr_team_active
+
+    def compute(count: int) -> tuple[bytes, int]:
+        run = Run(list(range(1, count + 1)), 0, list(range(8)))
+        logits = model.forward([run], pool.ctypes.data, [1], threads=4)
+        return logits.tobytes(), active(ctypes.c_void_p(model.team))
+
+    try:
+        alone = compute(100)
+        other.begin()
+        assert compute(100) == (alone[0], 2)
+        assert compute(8)[1] == 4
+        other.end()
+        monkeypatch.setattr(other, "_now", lambda: now - 1.0)
+        other.end()
+        assert compute(100) == alone == (alone[0], 4)
+    finally:
+        model.close()
+
+
+@dataclass
+class Run:
+    """Consecutive tokens of one sequence."""
+
+    ids: list[int]
+    start: int
+    blocks: list[int]

@@ -90,7 +90,7 @@ def test_a_chunk_beside_decodes_keeps_their_pace_and_is_not_wasteful() -> None:
 
     pace = true_cost(Work(17, running.attended * 17 / 16))
     assert count % 4 == 0 and count > 8
-    assert true_cost(running.plus(run_work(0, count))) <= STRETCH * pace * 1.05
+    assert true_cost(running.plus(run_work(0, count))) <= STRETCH * (1 + 1 / 17**2) * pace * 1.05
     assert true_cost(running.plus(run_work(0, count + 32))) > STRETCH * pace * 0.95
 
 
@@ -117,6 +117,20 @@ def test_a_crowd_that_waits_may_be_let_in_faster() -> None:
     costs = trained()
 
     assert costs.prompt_tokens(decodes(1), 20, 0, 256) > costs.prompt_tokens(decodes(1), 1, 0, 256)
+
+
+def test_in_a_crowd_a_step_may_take_up_to_twice_as_long() -> None:
+    """One prompt among many streams hardly widens their steps; many prompts beside one stream do."""
+    costs = trained()
+
+    def stretch(rows: int, joining: int) -> float:
+        running = decodes(rows)
+        count = costs.prompt_tokens(running, joining, 0, 512)
+        pace = true_cost(Work(rows + joining, running.attended * (rows + joining) / rows))
+        return true_cost(running.plus(run_work(0, count))) / pace
+
+    assert stretch(16, 1) < STRETCH * 1.1
+    assert STRETCH * 1.5 < stretch(2, 14) < 2 * STRETCH * 1.05
 
 
 def test_prefill_of_a_long_context_costs_more_than_its_share() -> None:
