@@ -71,6 +71,10 @@ class Files:
         """Fill buffers from an offset; returns how many bytes were read, perhaps fewer than they hold."""
         return os.preadv(fd, buffers, offset)
 
+    def announce(self, fd: int, offset: int, nbytes: int) -> None:
+        """Let the system fetch bytes that will be read soon."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def charge(self, fd: int) -> int:
         """Return the bytes that an open file takes from the disk."""
         return charge(os.fstat(fd))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,24 +35,41 @@ class Outcome:
 def read_places(files: Files, folder: Path, shelf: bytes, wanted: Sequence[Wanted]) -> Outcome:
     """Read blocks in order, adjacent ones in one call, until one is not what it should be."""
     out = Outcome()
-    for first, count in _runs(wanted):
-        part = wanted[first : first + count]
-        heads = [bytearray(HEADER_NBYTES) for _ in part]
+    for first, count in _pieces(wanted, len(wanted), lambda one, two: one.segment is two.segment):
         try:
-            fd = files.open(folder / part[0].place.segment.name)
+            fd = files.open(folder / wanted[first].place.segment.name)
             try:
-                whole = read_run(files, fd, part[0].place.offset, heads, [item.data for item in part])
+                whole = _read_file(files, fd, shelf, wanted[first : first + count], out.checksums)
             finally:
                 files.close(fd)
         except OSError as exc:
-            out.bad, out.error = first, exc
+            out.bad, out.error = len(out.checksums), exc
             return out
+        if not whole:
+            out.bad = len(out.checksums)
+            return out
+    return out
+
+
+def _read_file(files: Files, fd: int, shelf: bytes, wanted: Sequence[Wanted], checksums: list[int]) -> bool:
+    """Read blocks of one segment and note the checksums of those that are right; false at the first that is not.
+
+    Raises:
+        OSError: if a read was refused.
+    """
+    stride = HEADER_NBYTES + len(wanted[0].data)
+    runs = list(_pieces(wanted, longest_run(stride), lambda one, two: two.offset == one.offset + stride))
+    for first, count in runs:
+        files.announce(fd, wanted[first].place.offset, count * stride)  # the disk reads on while bytes are verified
+    for first, count in runs:
+        part = wanted[first : first + count]
+        heads = [bytearray(HEADER_NBYTES) for _ in part]
+        whole = read_run(files, fd, part[0].place.offset, heads, [item.data for item in part])
         for position, item in enumerate(part):
             if position >= whole or not _verified(heads[position], item, shelf):
-                out.bad = first + position
-                return out
-            out.checksums.append(item.place.checksum)
-    return out
+                return False
+            checksums.append(item.place.checksum)
+    return True
 
 
 def _verified(head: bytearray, item: Wanted, shelf: bytes) -> bool:
@@ -68,18 +85,12 @@ def _verified(head: bytearray, item: Wanted, shelf: bytes) -> bool:
     return checksum(item.data) == place.checksum
 
 
-def _runs(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of the pieces that lie side by side in one file."""
+def _pieces(
+    wanted: Sequence[Wanted], longest: int, together: Callable[[Place, Place], bool]
+) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of pieces of at most `longest` blocks, each of which goes with the one before it."""
     first = 0
     for i in range(1, len(wanted) + 1):
-        before = wanted[i - 1]
-        stride = HEADER_NBYTES + len(before.data)
-        adjacent = (
-            i < len(wanted)
-            and i - first < longest_run(stride)
-            and wanted[i].place.segment is before.place.segment
-            and wanted[i].place.offset == before.place.offset + stride
-        )
-        if not adjacent:
+        if i == len(wanted) or i - first >= longest or not together(wanted[i - 1].place, wanted[i].place):
             yield first, i - first
             first = i
