@@ -235,6 +235,7 @@ def test_an_engine_waits_for_a_disk_that_answers_in_time(tmp_path: Path, monkeyp
     simulate(scenario, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_delays_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a second the prompt is computed, and stored; what comes from the disk in the end is not needed any more."""
     simulate(ask_and_keep, tmp_path)
@@ -258,6 +259,7 @@ def test_a_disk_that_hangs_delays_nothing_for_long(tmp_path: Path, monkeypatch: 
     simulate(scenario, tmp_path)
 
 
+@pytest.mark.slow
 def test_memory_that_a_hanging_read_may_write_is_not_lent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +305,7 @@ def test_requests_for_one_prompt_read_it_once(tmp_path: Path, monkeypatch: pytes
     simulate(scenario, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_store_killed_in_a_read_or_a_write_leaves_the_disk_whole(tmp_path: Path) -> None:
     """At whatever moment; the next incarnation goes on with it."""
     for after in (0.05, 0.2, 0.55, 0.6, 0.8, 1.2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,68 @@ def test_two_writers_of_the_same_blocks_leave_one_copy(tmp_path: Path) -> None:
     assert failures == [] and sum(counts) == 60
     assert all(served(tier, name, 3) == 3 for name in range(20))
     assert tier.statistics()["reads"] == 0
+    tier.check_integrity()
+
+
+@pytest.mark.slow
+def test_readers_writers_and_onlookers_do_not_disturb_one_another(tmp_path: Path) -> None:
+    """In threads, over a tier that evicts all the time and is broken and mended meanwhile."""
+    files = FaultyFiles()
+    tier = make(tmp_path, max_nbytes=14 * PAGE, files=files)
+    index = BlockIndex()
+    index.load(tier.dump())
+    failures: list[BaseException] = []
+    over = threading.Event()
+    now = [0.0]
+
+    def repeat(work: Callable[[int], object]) -> None:
+        turn = 0
+        try:
+            while not over.is_set():
+                work(turn)
+                turn += 1
+        except BaseException as exc:
+            failures.append(exc)
+            over.set()
+
+    def write(turn: int) -> None:
+        tier.write(blocks(turn % 9, 6), now[0])
+        if turn % 40 == 39:
+            files.fail("write", 28)
+        now[0] += 1.0
+        tier.probe(now[0])
+        tier.check_integrity()
+        if turn == 400:
+            over.set()
+
+    def look(turn: int) -> None:
+        for event in tier.events.collect():
+            index.apply(event)
+        tier.statistics()
+        tier.peek(*chain(turn % 9, 6))
+        tier.expire(now[0] - READ_LEASE_S * 2)
+        if turn % 50 == 49:
+            tier.forget(chain(turn % 9, 6)[0][3:4])
+            tier.dump()
+
+    def read(turn: int) -> None:
+        served(tier, turn % 9, 6, now[0])
+
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in (write, look, read, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    statistics = tier.statistics()
+    assert statistics["hits_total"] > 0 and statistics["evicted_total"] > 0 and statistics["failed_writes_total"] > 0
+    assert statistics["corrupt_total"] == 0 and statistics["reads"] == 0
+    for event in tier.events.collect():
+        index.apply(event)
+    for name in range(9):
+        known = index.longest_prefix(chain(name, 6)[0])
+        assert known.get("e1", 0) == tier.peek(*chain(name, 6))
     tier.check_integrity()
 
 
