@@ -34,6 +34,8 @@ from headrace.fetch import ensure_model
 
 NODE_POOL_TOKENS, NODE_LIMIT_MB = 4096, 700.0
 WARM_UP = 0.5  # of the requests: tables and caches that are bounded fill up first (the largest takes 30,000)
+SETTLED = 0.1  # the same after requests that were sent before
+WARM_UP_STREAMS, LEAD_IN = 16, 1500
 SAMPLES = 120
 ENGINES = ("prefill", "decode", "both")
 
@@ -47,6 +49,8 @@ class Phase:
     streams: int
     tokens: int
     limit_kib: float  # upper confidence bound, KiB per request, all processes together
+    warm_up: float = WARM_UP  # share of the requests that is not measured
+    first: int = 0  # number of the first prompt
 
 
 async def grow(server: Server, phase: Phase) -> dict[str, Any]:
@@ -70,12 +74,12 @@ async def grow(server: Server, phase: Phase) -> dict[str, Any]:
                 at.append(float(done))
                 sizes.append(cpu.resident_kib(server.pid))
 
-    numbers = iter(range(phase.requests))
+    numbers = iter(range(phase.first, phase.first + phase.requests))
     async with asyncio.TaskGroup() as group:
         for _ in range(phase.streams):
             group.create_task(worker(numbers))
     took = time.monotonic() - took
-    first = int(len(at) * WARM_UP)
+    first = int(len(at) * phase.warm_up)
     if any(one.keys() != sizes[0].keys() for one in sizes):
         raise LoadFailed("a process came or went; the sums are not of the same things")
     whole = [sum(one.values()) for one in sizes]
@@ -115,7 +119,14 @@ async def real(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             raise GateFailed("the whole system", differing, 5)
         await load.run(server.base, server.model, prompts, 16, 16)
         nodes = engines(server)
-        growth = await grow(server, Phase("real", args.requests, 8, args.tokens, args.real_limit))
+        # Ends of requests are remembered, thousands of them; buffers grow to the largest step, which guesses make larger.
+        first = 0
+        for requests, streams, tokens in ((args.warm_up_requests, WARM_UP_STREAMS, 1), (LEAD_IN, 8, args.tokens)):
+            if args.warm_up_requests:
+                await grow(server, Phase("real", requests, streams, tokens, args.real_limit, first=first))
+                first += requests
+        settled = SETTLED if first else WARM_UP
+        growth = await grow(server, Phase("real", args.requests, 8, args.tokens, args.real_limit, settled, first))
     return {"engines": nodes, "growth": growth}
 
 
@@ -160,6 +171,7 @@ def show(result: dict[str, Any]) -> None:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="on the real engine; 0: none")
+    parser.add_argument("--warm-up-requests", type=int, default=9000, help="of one token, sent before")
     parser.add_argument("--scripted-requests", type=int, default=100_000)
     parser.add_argument("--scripted-streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8, help="output tokens on the real engine")

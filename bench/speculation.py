@@ -106,7 +106,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"  {category}: {len(requests)} prompts are no group of {streams}", flush=True)
                 continue
             timed(runner, groups[0][:1], True)  # the first product of a kind takes longer
-            pairs = [pair(runner, group, number % 2 == 1) for number, group in enumerate(groups)]
+            again = [group for _ in range(args.rounds) for group in groups]
+            pairs = [pair(runner, group, number % 2 == 1) for number, group in enumerate(again)]
             rows.append(summary(category, streams, pairs))
             print(f"  {rows[-1]}", flush=True)
     if not rows:
@@ -157,6 +158,7 @@ def main() -> int:
     parser.add_argument("--streams", type=lambda s: tuple(map(int, s.split(","))), default=(1, 16))
     parser.add_argument("--singles", type=int, default=24, help="prompts per category that run one at a time")
     parser.add_argument("--groups", type=int, default=5, help="groups per category that run at once")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each group runs both ways")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of each request")
     args = parser.parse_args()
     try:
