@@ -119,7 +119,7 @@ async def real(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             raise GateFailed("the whole system", differing, 5)
         await load.run(server.base, server.model, prompts, 16, 16)
         nodes = engines(server)
-        # Ends of requests are remembered, thousands of them; buffers grow to the largest step, which guesses make larger.
+        # Ends of thousands of requests are remembered; buffers grow to the largest step, which guesses make larger.
         first = 0
         for requests, streams, tokens in ((args.warm_up_requests, WARM_UP_STREAMS, 1), (LEAD_IN, 8, args.tokens)):
             if args.warm_up_requests:
