@@ -180,8 +180,8 @@ class DiskSide:
         host, disk = self._host, self._disk
         assert host is not None and disk is not None
         size = host.pool.block_nbytes
-        count = disk.peek(msg.hashes[held:], msg.parents[held:])
-        count = affordable(count, size, self._bytes_per_s, LOAD_LIMIT_S / 2)
+        most = affordable(len(msg.hashes) - held, size, self._bytes_per_s, LOAD_LIMIT_S / 2)
+        count = disk.peek(msg.hashes[held : held + most], msg.parents[held : held + most])
         if count == 0 or len(self._loads) >= MAX_LOADS:
             return None
         now = self._context.clock.now()

@@ -40,8 +40,9 @@ class WriteBehind:
     def touch(self, hashes: Iterable[bytes], now: float, written: Container[bytes]) -> None:
         """These blocks were stored or used; those that are worth it and not written yet are queued."""
         for digest in hashes:
-            admitted = self._admission is None or self._admission.touch(digest)
-            if not admitted or digest in written or digest in self._queue:
+            if digest in written or digest in self._queue:
+                continue
+            if self._admission is not None and not self._admission.touch(digest):
                 continue
             if len(self._queue) >= self._max:
                 self.dropped += 1

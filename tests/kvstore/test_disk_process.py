@@ -74,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting needs root")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_full_file_system_is_a_miss_and_then_recovers(small_disk: Path) -> None:
@@ -102,6 +102,26 @@ def test_a_full_file_system_is_a_miss_and_then_recovers(small_disk: Path) -> Non
     hog.unlink()
     assert tier.probe(now + 100.0) and tier.write(blocks(90, 20), now + 100.0) == 20
     assert served(tier, 90, 20) == 20
+    tier.check_integrity()
+    tier.close()
+
+
+def test_a_read_only_file_system_keeps_the_tier_off(small_disk: Path) -> None:
+    """As after an error of the device: no exception, a reason, and all is back once it can be written again."""
+    tier = make(small_disk)
+    tier.write(blocks(1, 4), 0.0)
+    tier.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    try:
+        tier = make(small_disk)
+        assert tier.statistics()["errno"] == errno.EROFS and tier.write(blocks(2, 4), 0.0) == 0
+        assert served(tier, 1, 4) == 0 and not tier.probe(1.0)
+        tier.check_integrity()
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+
+    assert tier.probe(100.0) and served(tier, 1, 4) == 4
+    assert tier.write(blocks(2, 4), 100.0) == 4 and served(tier, 2, 4) == 4
     tier.check_integrity()
     tier.close()
 

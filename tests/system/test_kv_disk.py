@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -99,6 +100,59 @@ def test_killing_everything_loses_nothing_that_was_written(tmp_path: Path, scrip
         first.stop(signal.SIGKILL)
 
     assert again(disk, tmp_path, options, env) == reference
+
+
+def test_a_disk_that_is_damaged_and_then_full_changes_no_text(
+    tmp_path: Path, script_file: Path, nats_binary: str
+) -> None:
+    """Every segment gets a wrong bit while the system runs, then the file system has no room: misses, and a reason."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting needs root")
+    options = ("--engine", f"scripted:{script_file}", "--decode", "1")
+    env = {"HEADRACE_KV_DISK_DIR": str(place / "kv"), "HEADRACE_KV_DISK_ADMISSION": "all"}
+    try:
+        first = System(tmp_path, *options, env=env).start()
+        try:
+            reference = ask(first)
+            wait_until(lambda: metric(first, "kv_disk_records") > 0, limit_s=10.0, what="the prompt is on disk")
+        finally:
+            stop(first)
+        second = System(tmp_path, *options, env=env).start()
+        try:
+            wait_until(lambda: metric(second, "decode_kv_index_hashes") > 0, limit_s=20.0, what="engines know of it")
+            for path in (place / "kv").glob("*/segment-*"):
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                data[300] ^= 1
+                with path.open("r+b") as file:
+                    file.write(data)
+            assert ask(second) == reference
+            assert metric(second, "kv_disk_corrupt_total") > 0
+            wait_until(lambda: metric(second, "kv_disk_queued") == 0, limit_s=10.0, what="good copies are written")
+            try:
+                (place / "hog").write_bytes(bytes(1 << 20))
+            except OSError as exc:
+                assert exc.errno == errno.ENOSPC
+            text = str(second.chat("CASE-UNICODE " + STORY).json()["choices"][0]["message"]["content"])
+
+            def named() -> bool:
+                return "No space left" in " ".join(httpx.get(second.url + "/health").json().get("degraded", []))
+
+            wait_until(named, limit_s=20.0, what="the full disk is named")
+            assert ask(second) == reference
+            (place / "hog").unlink()
+            wait_until(
+                lambda: httpx.get(second.url + "/health").json() == {"status": "ready"}, limit_s=60.0, what="well again"
+            )
+            assert str(second.chat("CASE-UNICODE " + STORY).json()["choices"][0]["message"]["content"]) == text
+        finally:
+            stop(second)
+        assert verify(place / "kv")["bad"] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_second_instance_does_not_touch_the_disk_of_the_first(
