@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -55,8 +55,9 @@ class ChatTemplate:
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise
         self._template = env.from_string(source) if source is not None else None
-        self._control = sorted(tokenizer.special_texts.values(), key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, self._control))) if self._control else None
+        control = sorted(tokenizer.special_texts.values(), key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, control))) if control else None
+        self._borders = _Borders(control)
 
     @classmethod
     def from_gguf(cls, file: GgufFile, tokenizer: ModelTokenizer) -> ChatTemplate:
@@ -113,7 +114,7 @@ class ChatTemplate:
         Raises:
             BadRequest: as `render_text`.
         """
-        shield = _Shield(self._control, self._control_pattern, repr((messages, kwargs)))
+        shield = _Shield(self._borders, self._control_pattern, repr((messages, kwargs)))
         text = self.render_text(
             shield.cover(list(messages)), add_generation_prompt, created=created, **shield.cover(kwargs)
         )
@@ -130,14 +131,13 @@ class ChatTemplate:
 class _Shield:
     """Replaces control-token texts in one call's messages by placeholders, and puts them back."""
 
-    def __init__(self, control: list[str], pattern: re.Pattern[str] | None, secret: str) -> None:
+    def __init__(self, borders: _Borders, pattern: re.Pattern[str] | None, secret: str) -> None:
         # The placeholder is a hash of all messages: no message can contain its own.
         digest = hashlib.blake2b(secret.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._open = f"\ue000{int.from_bytes(digest, 'big')}n"
         self._hidden: list[str] = []
-        self._control = control
+        self._borders = borders
         self._pattern = pattern
-        self._placeholder = re.compile(re.escape(self._open) + "([0-9]+)\ue001")
 
     def cover(self, value: Any) -> Any:
         """Return a copy of a nested value with all its texts, keys too, covered."""
@@ -154,7 +154,8 @@ class _Shield:
         """Put the literal texts back."""
         if not self._hidden:
             return text
-        return self._placeholder.sub(lambda m: self._hidden[int(m.group(1))], text)
+        placeholder = re.escape(self._open) + "([0-9]+)\ue001"
+        return re.sub(placeholder, lambda m: self._hidden[int(m.group(1))], text)
 
     def _hide(self, literal: str) -> str:
         self._hidden.append(literal)
@@ -164,8 +165,8 @@ class _Shield:
         if self._pattern is None or not text:
             return text
         # A text that ends like "<|im_" could be completed by what the template puts after it; likewise its beginning.
-        head = _longest(text, self._control, lambda token, k: text.startswith(token[-k:]))
-        tail = _longest(text[head:], self._control, lambda token, k: text.endswith(token[:k]))
+        head = self._borders.head(text)
+        tail = self._borders.tail(text[head:])
         inner = text[head : len(text) - tail]
         whole = self._pattern.search(text)
         if whole is None and head == 0 and tail == 0:
@@ -182,11 +183,22 @@ class _Shield:
         return begin + inner + end
 
 
-def _longest(text: str, control: list[str], fits: Callable[[str, int], bool]) -> int:
-    """Return the longest proper part of any control token, within `text`, that `fits`."""
-    return max(
-        (k for token in control for k in range(1, min(len(token) - 1, len(text)) + 1) if fits(token, k)), default=0
-    )
+class _Borders:
+    """Proper beginnings and ends of control tokens, by length: what a text may end or begin with by accident."""
+
+    def __init__(self, control: Iterable[str]) -> None:
+        tokens = list(control)
+        self._lengths = range(max((len(token) for token in tokens), default=1) - 1, 0, -1)  # the longest first
+        self._ends = {k: {token[-k:] for token in tokens if len(token) > k} for k in self._lengths}
+        self._beginnings = {k: {token[:k] for token in tokens if len(token) > k} for k in self._lengths}
+
+    def head(self, text: str) -> int:
+        """Return the length of the longest end of a token that `text` begins with."""
+        return next((k for k in self._lengths if text[:k] in self._ends[k]), 0)
+
+    def tail(self, text: str) -> int:
+        """Return the length of the longest beginning of a token that `text` ends with."""
+        return next((k for k in self._lengths if text[-k:] in self._beginnings[k]), 0)
 
 
 def _tojson(
