@@ -84,6 +84,8 @@ class PrefillFit:
                 terms = [0.0, 0.0, 0.0]
                 for i, value in zip(free, found, strict=True):
                     terms[i] = value
+                if size == 3:
+                    return terms  # nothing had to be zero: no choice is better
                 error = self._error(terms)
                 if error < lowest:
                     best, lowest = terms, error

@@ -6,8 +6,9 @@ compared.
 
 The offered load is the prefill work that arrives, were nothing ever stored, over what the fleet can do; recorded times
 are divided by one factor to reach it. At 1.0 a fleet without a cache would never catch up, and under least-load it is
-busy yet stable thanks to what it happens to find; both utilisations are printed. What a replica and the sender are is
-stated in `bench/replay/fleet.py`, what a prefill costs in `bench/replay/model.py` and in the command's first lines.
+busy yet stable thanks to what it happens to find: the share of time that replicas are busy is printed. Without hashes
+nothing is ever found, so the load is 0.8 there. What a replica and the sender are is stated in `bench/replay/fleet.py`,
+what a prefill costs in `bench/replay/model.py` and in the command's first lines.
 
 The last line is one JSON object. The exit code is 1 if a target of a known trace is missed, 2 if there is no trace to
 replay; a part of a trace (`--quick`) and other traces have no targets.
@@ -34,6 +35,7 @@ from bench.replay.store import DEFAULT_EVICTION, POLICIES
 from bench.replay.trace import TraceError, read
 
 QUICK = 0.1  # of the trace
+LOAD, LOAD_WITHOUT_HASHES = 1.0, 0.8
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -43,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="what to run, by commas (default: %(default)s)")
     parser.add_argument("--replicas", default="8,16", help="sizes of the fleet (default: %(default)s)")
     parser.add_argument("--cache-tokens", type=int, default=3_000_000, help="of each replica (default: %(default)s)")
-    parser.add_argument("--load", type=float, default=1.0, help="offered load (default: %(default)s)")
+    parser.add_argument("--load", type=float, help=f"offered (default: {LOAD}, without hashes {LOAD_WITHOUT_HASHES})")
     parser.add_argument("--load-gbs", type=float, default=100.0, help="GB/s of loads (default: %(default)s)")
     parser.add_argument("--copy-gbs", type=float, default=25.0, help="GB/s between replicas (default: %(default)s)")
     parser.add_argument("--eviction", choices=sorted(POLICIES), default=DEFAULT_EVICTION, help="of the fleets' stores")
@@ -56,7 +58,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    rates = (options.cache_tokens, options.load, options.load_gbs, options.copy_gbs, *options.replicas)
+    load = LOAD if options.load is None else options.load
+    rates = (options.cache_tokens, load, options.load_gbs, options.copy_gbs, *options.replicas)
     if min(rates) <= 0:
         parser.error("sizes, loads and rates are positive")
     return options
@@ -84,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         costs=deployment.costs(options.load_gbs * 1e9, options.copy_gbs * 1e9),
         replicas=options.replicas,
         cache_tokens=options.cache_tokens,
-        load=options.load,
+        load=options.load or (LOAD if trace.has_hashes else LOAD_WITHOUT_HASHES),
         eviction=options.eviction,
+        bunched=options.bunched,
         seed=options.seed,
         console=console,
         verdict=Verdict(),

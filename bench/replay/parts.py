@@ -19,7 +19,7 @@ CAPACITIES = {"1M": 1_000_000, "3M": 3_000_000, "10M": 10_000_000, "20M": 20_000
 OURS, COPIES, BASELINE, COLLAPSING = "ours", "ours+copies", "least-load", "longest-prefix"
 PLACEMENTS = ("random", "round-robin", BASELINE, COLLAPSING, OURS, COPIES)
 WITHOUT_HASHES = ("random", "round-robin", BASELINE, OURS)
-LIGHTER_LOAD = 0.8
+LIGHTER = 0.8  # of the load
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Setting:
     cache_tokens: int
     load: float
     eviction: str
+    bunched: bool  # the first tick's requests all start at once, on as many replicas, which then all have block 0
     seed: int
     console: Console
     verdict: Verdict
@@ -83,18 +84,22 @@ def placements(setting: Setting) -> dict[str, Any]:
         out[str(replicas)]["least_load_over_ours"] = round(ratio, 3)
         if setting.facts is not None and setting.facts.over_least_load is not None:
             low, high = BUSY_YET_STABLE
-            collapse = outcomes[COLLAPSING].mean_s / outcomes[OURS].mean_s
             setting.verdict.targets += [
                 Target(f"{replicas} replicas: utilisation under least-load", outcomes[BASELINE].utilisation, low, high),
                 Target(f"{replicas} replicas: least-load over ours", ratio, least=setting.facts.over_least_load),
-                Target(f"{replicas} replicas: longest-prefix over ours", collapse, least=COLLAPSE),
             ]
+            if not setting.bunched:
+                collapse = outcomes[COLLAPSING].mean_s / outcomes[OURS].mean_s
+                setting.verdict.targets.append(
+                    Target(f"{replicas} replicas: longest-prefix over ours", collapse, least=COLLAPSE)
+                )
     return out
 
 
 def lighter(setting: Setting) -> dict[str, Any]:
     """The same at a lighter load, where queues are short."""
-    return _pairs(setting, f"offered load {LIGHTER_LOAD:.2f}", LIGHTER_LOAD, closed=False)
+    load = LIGHTER * setting.load
+    return _pairs(setting, f"offered load {load:.2f}", load, closed=False)
 
 
 def turns(setting: Setting) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def test_without_hashes_placements_by_load_alone_are_compared(
 
     assert code == 0 and figures["hits"] is None and figures["evictions"] is None
     assert {"random", "round-robin", "least-load", "ours"} < set(figures["placements"]["2"])
-    assert "longest-prefix" not in figures["placements"]["2"]
+    assert "longest-prefix" not in figures["placements"]["2"] and figures["offered_load"] == 0.8
 
 
 def test_no_trace_no_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
