@@ -356,3 +356,55 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path: Path, mon
         assert kv.idle
 
     simulate(scenario, tmp_path, keep_all=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_no_mix_of_traffic_kills_and_damage_changes_a_text(seed: int, tmp_path: Path) -> None:
+    """Tiers far smaller than what is asked for, blocks that come and go, a disk that loses bits, ends and files."""
+    draw = random.Random(seed)
+    names = ("Ann", "Ben", "Cleo", "Dan", "Eve", "Finn")
+    stems = [f"{name} tells of the wheel and the water, at length and in order, " * 3 for name in names]
+    prompts = [stem + f"and in year {i} of the mill that stands below it, and more" for stem in stems for i in range(4)]
+    seen: dict[str, float] = {}
+
+    def strike() -> None:
+        for path in segments(tmp_path):
+            match draw.randrange(12):
+                case 0:
+                    path.unlink()
+                case 1:
+                    with path.open("r+b") as file:
+                        file.truncate(draw.randrange(path.stat().st_size + 1))
+                case 2:
+                    data = bytearray(path.read_bytes())
+                    if data:
+                        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                    path.write_bytes(data)
+
+    async def scenario(f: Fleet) -> None:
+        for _ in range(40):
+            batch = draw.sample(prompts, draw.randrange(1, 4))
+            streams = [await f.ask(prompt, max_tokens=COUNT) for prompt in batch]
+            await f.system.clock.sleep(draw.random() * 0.4)
+            match draw.randrange(4):
+                case 0:
+                    await f.kill("prefill-0")  # what it knew has to come from the store
+                case 1 if draw.random() < 0.5:
+                    await f.kill("kv-0")
+                case 2:
+                    strike()
+                case _:
+                    pass
+            for prompt, stream in zip(batch, streams, strict=True):
+                await f.end(stream)
+                assert stream.error is None and stream.text == answer(prompt, COUNT)
+            for name, value in f.actor("kv-0").statistics().items():
+                seen[name] = max(seen.get(name, 0.0), value)
+        await f.rest()
+        await f.kill("kv-0")  # the next one finds whole files and no others
+        await f.system.until(lambda: settled(f) and f.actor("kv-0").idle, limit_s=60.0)
+        check(f)
+
+    simulate(scenario, tmp_path, seed=seed, max_nbytes=16 * 4096)
+    assert seen["disk_loaded_total"] > 0 and seen["disk_evicted_total"] > 0 and seen["evicted_total"] > 0
