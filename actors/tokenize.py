@@ -15,6 +15,8 @@ from schemas.openai_sampling import check_ids
 from schemas.subjects import Ref
 
 MAX_QUEUED = 1024
+# Characters of a prompt that is encoded on the loop: a part of a millisecond; a thread and back takes longer.
+SHORT = 2048
 
 
 class Encoder(Protocol):
@@ -80,23 +82,34 @@ class TokenizeActor(Actor):
             return  # repeated by the owner, to another member of the group perhaps
         if message.request_id in self._running:
             return
-        self._running[message.request_id] = message
-        self.context.spawn(self._answer(message, self._encoder), name=f"tokenize {message.request_id}")
-
-    async def _answer(self, msg: m.Tokenize, encoder: Encoder) -> None:
         started, wall = self.clock.now(), self.clock.wall()
+        if is_short(message):
+            self._answer(message, self._encode(message, self._encoder), started, wall)
+            return
+        self._running[message.request_id] = message
+        self.context.spawn(
+            self._encode_elsewhere(message, self._encoder, started, wall), name=f"tokenize {message.request_id}"
+        )
+
+    async def _encode_elsewhere(self, msg: m.Tokenize, encoder: Encoder, started: float, wall: float) -> None:
         loop = asyncio.get_running_loop()
-        error: HeadraceError | None = None
-        prompt_ids: list[list[int]] = []
         try:
-            prompt_ids = await loop.run_in_executor(self._pool, encode, encoder, msg)
-        except HeadraceError as exc:
-            error = exc
-        except Exception as exc:  # a fault in one prompt must not take its neighbours along
-            self.context.telemetry.log.exception("encoding failed", request_id=msg.request_id)
-            error = InternalError(f"the prompt could not be encoded ({type(exc).__name__})")
+            found = await loop.run_in_executor(self._pool, self._encode, msg, encoder)
         finally:
             self._running.pop(msg.request_id, None)
+        self._answer(msg, found, started, wall)
+
+    def _encode(self, msg: m.Tokenize, encoder: Encoder) -> list[list[int]] | HeadraceError:
+        try:
+            return encode(encoder, msg)
+        except HeadraceError as exc:
+            return exc
+        except Exception as exc:  # a fault in one prompt must not take its neighbours along
+            self.context.telemetry.log.exception("encoding failed", request_id=msg.request_id)
+            return InternalError(f"the prompt could not be encoded ({type(exc).__name__})")
+
+    def _answer(self, msg: m.Tokenize, found: list[list[int]] | HeadraceError, started: float, wall: float) -> None:
+        error, prompt_ids = (found, []) if isinstance(found, HeadraceError) else (None, found)
         elapsed = self.clock.now() - started
         self._seconds.observe(elapsed)
         self.context.telemetry.hop("hop.tokenize", msg.traceparent, wall, self.clock.wall(), request_id=msg.request_id)
@@ -113,6 +126,24 @@ class TokenizeActor(Actor):
             self.context.send(msg.reply, answer)
         except TooLarge as exc:
             self.context.send(msg.reply, answer.model_copy(update={"prompt_ids": [], "error": exc.info()}))
+
+
+def is_short(msg: m.Tokenize) -> bool:
+    """Whether a request is a few short texts and nothing else."""
+    if msg.api == "chat":
+        texts = [one.get("content") if isinstance(one, dict) else None for one in msg.body["messages"]]
+        plain = not msg.body.get("tools")
+    else:
+        prompt = msg.body["prompt"]
+        texts, plain = [prompt] if isinstance(prompt, str) else list(prompt), True
+    room = SHORT
+    for text in texts:
+        if not plain or not isinstance(text, str):
+            return False
+        room -= len(text) + 16
+        if room < 0:
+            return False
+    return True
 
 
 def encode(encoder: Encoder, msg: m.Tokenize) -> list[list[int]]:
