@@ -26,6 +26,7 @@ from schemas import messages as m
 LOAD_LIMIT_S = 1.0  # then a lookup is answered with what there is
 MAX_LOADS = 8
 FIRST_BYTES_PER_S = 200e6  # until a read has been timed
+FULL_WEIGHT_NBYTES = 4 << 20
 READ_LEASE_S = 3.0
 STAGING_LEASE_S = 30.0
 PIN_S = 60.0
@@ -201,29 +202,37 @@ class DiskSide:
         return load
 
     async def _run(self, load: _Load, disk: DiskTier, host: HostTier) -> None:
-        now = self._context.clock.now
-        began = now()
         sums: list[int] = []
         try:
-            sums = await self._in(self._readers, lambda: disk.read(load.hashes, load.parents, load.into, began))
+            sums, seconds = await self._in(self._readers, lambda: self._read(load, disk))
+            self._time(len(sums) * host.pool.block_nbytes, seconds)
         finally:
             # No thread writes there any more: a lease that has lapsed meanwhile ends its quarantine here.
             count = host.commit(load.ticket, bool(sums), sums, head=True)
             del self._loads[load.hashes[0]]
-            elapsed, nbytes = now() - began, len(sums) * host.pool.block_nbytes
-            if sums and elapsed > 0:
-                self._bytes_per_s += 0.3 * (nbytes / elapsed - self._bytes_per_s)
             self._counts["loaded"] += count
             self._counts["load_failures"] += len(sums) < len(load.hashes)
             for waiter in list(load.waiters.values()):
                 self._finish(waiter, host)
+
+    def _read(self, load: _Load, disk: DiskTier) -> tuple[list[int], float]:
+        """In a thread: read, and say how long it took without the way to the thread and back."""
+        began = self._context.clock.now()
+        sums = disk.read(load.hashes, load.parents, load.into, began)
+        return sums, self._context.clock.now() - began
+
+    def _time(self, nbytes: int, seconds: float) -> None:
+        """Learn the disk's speed; a small read says little of it."""
+        if nbytes and seconds > 0:
+            weight = 0.3 * min(1.0, nbytes / FULL_WEIGHT_NBYTES)
+            self._bytes_per_s += weight * (nbytes / seconds - self._bytes_per_s)
 
     def _finish(self, waiter: _Waiter, host: HostTier) -> None:
         msg, held = waiter.msg, waiter.held
         self.forget(msg.ticket)
         now = self._context.clock.now()
         found = host.extend(msg.ticket, held, msg.hashes[held:], msg.parents[held:], now, READ_LEASE_S)
-        if not found.refs:
+        if held and not found.refs:
             host.release(msg.ticket)
         self._answer(msg, found)
 
@@ -275,11 +284,10 @@ class DiskSide:
         host, disk = self._host, self._disk
         if host is None or disk is None:
             return
-        for load in list(self._loads.values()):
-            for waiter in list(load.waiters.values()):
-                if now >= waiter.until:
-                    self._counts["late"] += 1
-                    self._finish(waiter, host)
+        for waiter in [load.waiters[ticket] for ticket, load in self._waiting.items()]:
+            if now >= waiter.until:
+                self._counts["late"] += 1
+                self._finish(waiter, host)
         disk.expire(now)
         if disk.health.due(now) and not self._writing:
             self._writing = True
