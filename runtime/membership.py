@@ -21,6 +21,7 @@ SILENCE_S = 1.2
 FORGET_S = 60.0  # how long the dead are remembered, so that their late heartbeats revive nobody
 MAX_SKEW_S = 0.2
 SKEW_SAMPLES = 16
+SKEW_LEAST = 4  # heartbeats: a single one may come late, as those of a whole fleet that starts do
 MAX_MEMBERS = 4096
 
 
@@ -80,11 +81,12 @@ class MembershipView:
     _current: dict[tuple[str, str], Ref] = field(default_factory=dict)
     _dead: dict[Ref, float] = field(default_factory=dict)
     _offsets: dict[str, deque[float]] = field(default_factory=dict)
+    _stamps: dict[str, float] = field(default_factory=dict)  # of each node's last sample: its actors' beats share one
     _well_since: float = 0.0
     refused: int = 0
 
-    def heard(self, beat: Heartbeat, now: float, wall: float) -> list[Event]:
-        """Take a heartbeat."""
+    def heard(self, beat: Heartbeat, now: float, wall: float, *, timely: bool = True) -> list[Event]:
+        """Take a heartbeat; one that waited here before it was looked at (not `timely`) tells nothing of clocks."""
         ref = beat.ref
         if ref in self._dead:
             return []
@@ -94,7 +96,9 @@ class MembershipView:
             return []
         if old is not None and beat.seq < old.seq:
             return []
-        self._offsets.setdefault(beat.node, deque(maxlen=SKEW_SAMPLES)).append(beat.sent_at - wall)
+        if timely and self._stamps.get(beat.node) != beat.sent_at:
+            self._stamps[beat.node] = beat.sent_at
+            self._offsets.setdefault(beat.node, deque(maxlen=SKEW_SAMPLES)).append(beat.sent_at - wall)
         member = Member(
             ref, beat.node, beat.host, beat.pid, beat.state, beat.load, now,
             reason=beat.reason, seq=beat.seq, loop_lag_s=beat.loop_lag_s,
@@ -162,6 +166,7 @@ class MembershipView:
             del self._current[ref.kind, ref.id]
         if member is not None and all(m.node != member.node for m in self._members.values()):
             self._offsets.pop(member.node, None)
+            self._stamps.pop(member.node, None)
 
     # --- questions -------------------------------------------------------------------------------------
 
@@ -194,15 +199,17 @@ class MembershipView:
 
     def skew(self, node: str) -> float:
         """Return how far a node's clock is from the median of all; 0 while fewer than three nodes are known."""
-        if len(self._offsets) < 3:
-            return 0.0
-        return self.offset(node) - statistics.median(max(s) for s in self._offsets.values())
+        known = self._known_offsets()
+        return known[node] - statistics.median(known.values()) if node in known and len(known) >= 3 else 0.0
 
     def own_skew(self) -> float:
         """Return how far our own clock is ahead of the median of all; 0 while fewer than three nodes are known."""
-        if len(self._offsets) < 3:
-            return 0.0
-        return -statistics.median(max(s) for s in self._offsets.values())
+        known = self._known_offsets()
+        return -statistics.median(known.values()) if len(known) >= 3 else 0.0
+
+    def _known_offsets(self) -> dict[str, float]:
+        """Return the offset of each node that was heard often enough."""
+        return {node: max(samples) for node, samples in self._offsets.items() if len(samples) >= SKEW_LEAST}
 
 
 DownListener = Callable[[Ref, str], None]
@@ -257,7 +264,7 @@ class Membership:
 
     def heard(self, beat: Heartbeat) -> None:
         """Take a heartbeat."""
-        self._tell(self.view.heard(beat, self._clock.now(), self._clock.wall()))
+        self._tell(self.view.heard(beat, self._clock.now(), self._clock.wall(), timely=self._well()))
 
     def check(self) -> None:
         """Look for the silent."""

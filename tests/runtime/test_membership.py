@@ -157,10 +157,27 @@ def test_a_clock_far_from_the_median_is_not_ready(skew: float) -> None:
 def test_our_own_clock_can_be_the_one_that_is_off() -> None:
     """Everyone else agrees: then it is us."""
     view = MembershipView()
-    for name in "pqr":
-        ref = Ref("decode", name, "e")
-        hear(view, ref, 0.0, skew=-0.5)
+    for step in range(4):
+        for name in "pqr":
+            hear(view, Ref("decode", name, "e"), step * 0.25, skew=-0.5)
     assert view.own_skew() == pytest.approx(0.5, abs=1e-3)
+
+
+def test_late_heartbeats_of_a_fleet_that_starts_are_no_skew() -> None:
+    """The first ones of a node, those that waited here, and the beats of one node's other actors, tell nothing."""
+    view = MembershipView()
+    refs = [Ref("decode", name, "e") for name in "pqrs"]
+    for number, ref in enumerate(refs):
+        view.heard(beat(ref, 1), 0.4 * number, WALL + 0.4 * number)
+        for kind in ("kv", "transfer", "tokenize", "detokenize"):
+            view.heard(beat(Ref(kind, ref.id, "e"), 1, node=ref.id), 0.4 * number, WALL + 0.4 * number)
+    for step in range(1, 8):
+        for number, ref in enumerate(refs):
+            waited = beat(ref, 1 + step, now=step * 0.25)
+            view.heard(waited, 2.0 + number, WALL + 2.0 + number, timely=False)
+
+    assert [m.ref.id for m in view.members("decode")] == ["p", "q", "r", "s"]
+    assert view.own_skew() == 0.0
 
 
 _EVENTS = st.lists(
