@@ -199,13 +199,15 @@ class Node:
             _log.error("%s did not start: %r", hosted.actor.ref, exc, exc_info=exc)
             raise
 
-    async def run(self) -> int:
+    async def run(self, *, on_started: Callable[[], None] | None = None) -> int:
         """Start, serve until SIGTERM, SIGINT, a `Drain` or the loss of the bus, stop; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_drain)
         try:
             await self.start()
+            if on_started is not None:
+                on_started()
             return await self.wait()
         finally:
             await self.stop()
