@@ -449,7 +449,13 @@ class AdmissionActor(Actor):
     def _sent_since(self, now: float) -> Mapping[Ref, int]:
         out: dict[Ref, int] = {}
         for ref, sent in list(self._in_flight.items()):
-            recent = [one for one in sent if now - one[0] < IN_FLIGHT_S and self._is_open(one[2])]
+            member = self.context.membership.get(ref)
+            # What a heartbeat counts already must not count twice: its engine would look fuller than those unheard.
+            counted = frozenset(member.load.get("counted", ())) if member is not None else frozenset()
+            recent = [
+                one for one in sent
+                if now - one[0] < IN_FLIGHT_S and one[2] not in counted and self._is_open(one[2])
+            ]  # fmt: skip
             if recent:
                 self._in_flight[ref] = recent
                 out[ref] = sum(n for _, n, _ in recent)

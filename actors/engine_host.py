@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from actors.decode import Destination
 from actors.prefill import Source
@@ -50,6 +50,8 @@ class EngineActor(Actor):
         make_drafter: called there too, with the runner; returns what guesses ids ahead, if anything.
         directory, prefix: where the pool's file lies and how its name begins.
     """
+
+    tells_idle: ClassVar[bool] = True  # placement would pass over it for a quarter of a second
 
     def __init__(
         self,
@@ -162,7 +164,9 @@ class EngineActor(Actor):
         """The engine's own snapshot, and which requests it holds."""
         if self.thread is None:
             return {"running": 0, "waiting": 0}
-        return {**self.thread.load, "steps": self.thread.steps, "requests": list(self.works)[:64]}
+        counted = [name for name, work in self.works.items() if work.counted]
+        held = {"requests": list(self.works)[:64], "counted": counted[:64]}
+        return {**self.thread.load, "steps": self.thread.steps, **held}
 
     def statistics(self) -> dict[str, float]:
         """The engine's counters."""
@@ -286,6 +290,7 @@ class EngineActor(Actor):
 
     def added(self, work: Work, error: BaseException | None) -> None:
         """The engine has taken a request's sequences, or refused one."""
+        work.counted = error is None
         if error is not None and self.works.get(work.request_id) is work:
             if not isinstance(error, HeadraceError):
                 self.context.telemetry.log.error("a sequence was not taken", error=repr(error))

@@ -67,6 +67,7 @@ class Work:
     unacked_since: float = 0.0  # the last time that something was sent with nothing unacknowledged, or progress came
     error: HeadraceError | None = None
     error_at: float = 0.0
+    counted: bool = False  # its sequences show in the engine's load
 
     def __post_init__(self) -> None:
         # Ids that came with the dispatch are sent again too: the detokenizer may be a new one, and checks the others.

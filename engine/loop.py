@@ -88,6 +88,8 @@ class EngineThread:
         while True:
             self._wait(progress)
             progress = self._run_commands()
+            if progress:
+                self.load = self._core.load()  # who added something may say so at once
             if self._stopping and not self._commands:
                 return
             if self._core.has_work:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,8 +335,9 @@ class Node:
             self._sender.kick()
 
     def _take_snapshot(self) -> bool:
-        """Renew what heartbeats say; returns whether a state changed."""
+        """Renew what heartbeats say; returns whether it is news: a state changed, or one who tells it became idle."""
         before = {b.ref: b.state for b in self._source.beats}
+        busy = {b.ref for b in self._source.beats if _busy(b.load)}
         skew = self.membership.view.own_skew()
         beats = []
         for hosted in self._hosted:
@@ -346,7 +347,9 @@ class Node:
                 state, reason = "failed", f"this clock is {skew * 1000:.0f} ms from the others"
             beats.append(Beat(actor.ref, state, reason, self._load(hosted), _steps_of(actor)))
         self._source.beats = tuple(beats)
-        return any(before.get(b.ref) != b.state for b in beats)
+        told = zip(self._hosted, beats, strict=True)
+        idle = any(h.actor.tells_idle and h.actor.ref in busy and not _busy(b.load) for h, b in told)
+        return idle or any(before.get(b.ref) != b.state for b in beats)
 
     def _load(self, hosted: _Hosted) -> dict[str, Any]:
         load: dict[str, Any] = {}
@@ -412,6 +415,10 @@ def _steps_of(actor: Actor) -> Callable[[], int | None]:
         return steps if isinstance(steps, int) else None
 
     return read
+
+
+def _busy(load: Mapping[str, Any]) -> bool:
+    return bool(load.get("running", 0) or load.get("waiting", 0))
 
 
 def _decoded(message: BusMessage) -> Any:
