@@ -27,6 +27,8 @@ from schemas.record import Fence, Record, ReplyTo
 from schemas.subjects import Ref
 
 NATIVE_APIS = ("chat", "completion")
+EARLY_S = 0.25  # a heartbeat's time, and less than it takes an edge to ask another admission actor
+MAX_EARLY = 256
 IN_FLIGHT_S = 0.6  # what was sent earlier shows in heartbeats by now
 TERMINAL_RESEND_S = 0.3
 TERMINAL_TRIES = 4
@@ -72,6 +74,7 @@ class AdmissionActor(Actor):
         )
         self._in_flight: dict[Ref, list[tuple[float, int, str]]] = {}  # when, tokens' worth, request id
         self._terminals: dict[str, _OwnTerminal] = {}
+        self._early: dict[str, tuple[m.Submit, float]] = {}  # no engine is known yet; kept until then
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
         self._failovers = telemetry.counter("failovers_total", "Requests moved off a lost actor", ("kind", "reason"))
@@ -93,7 +96,7 @@ class AdmissionActor(Actor):
     @property
     def idle(self) -> bool:
         """Whether every owned request has ended."""
-        return len(self._table) == 0 and not self._terminals
+        return len(self._table) == 0 and not self._terminals and not self._early
 
     def load(self) -> dict[str, Any]:
         """Open requests."""
@@ -153,6 +156,8 @@ class AdmissionActor(Actor):
             if owned is not None and owned.stage is own.Stage.OPEN:
                 self._accept(owned.record, owned.fence)
             return
+        if self._keep_early(msg, now):
+            return
         fence = Fence(msg.term, f"{self.ref.id}.{self.ref.epoch}", 0)
         try:
             parsed = parse_request(msg.api, msg.body, models=self.config.models)
@@ -185,6 +190,14 @@ class AdmissionActor(Actor):
                 outputs=msg.outputs,
             )
         )
+
+    def _keep_early(self, msg: m.Submit, now: float) -> bool:
+        """Keep a request for a moment while no engine is known: the edge may have heard of one before this node did."""
+        _, until = self._early.pop(msg.request_id, (msg, now + EARLY_S))
+        if self.state != "ready" or now >= until or len(self._early) >= MAX_EARLY or self.context_limit() > 0:
+            return False
+        self._early[msg.request_id] = (msg, until)
+        return True
 
     def _check_capacity(self) -> None:
         if self.state != "ready":
@@ -233,6 +246,7 @@ class AdmissionActor(Actor):
         table = self._table
         match message:
             case m.SubmitCancel():
+                self._early.pop(message.request_id, None)
                 self._perform(table.cancel(message.request_id, message.reason, now))
                 self._terminals.pop(message.request_id, None)
                 self.context.send(sender, m.CancelAck(request_id=message.request_id))
@@ -300,6 +314,8 @@ class AdmissionActor(Actor):
         """Repeat, expire, forget."""
         now = self.clock.now()
         self._perform(self._table.tick(now))
+        for msg, _ in list(self._early.values()):
+            self._submit(msg, now, self.clock.wall())
         for request_id, t in list(self._terminals.items()):
             if now >= t.next_send:
                 if t.tries >= TERMINAL_TRIES:

@@ -51,7 +51,7 @@ class EngineActor(Actor):
         directory, prefix: where the pool's file lies and how its name begins.
     """
 
-    tells_idle: ClassVar[bool] = True  # placement would pass over it for a quarter of a second
+    tells_ease: ClassVar[bool] = True  # placement would pass over it for a quarter of a second
 
     def __init__(
         self,

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 LEAST_CHUNK = 8  # tokens of prompts that a step takes whatever the pace, so that prompts progress
 GRAIN = 4  # chunks are multiples of it: the kernels take rows by fours
-STRETCH = 2.0  # a step with a prompt's chunk may take so many times a step without; twice that in a crowd of prompts
+STRETCH = 1.8  # a step with a prompt's chunk may take so many times a step without
+CROWD = 1.25  # and up to so much more again in a crowd of prompts
 _KEEP = 0.95  # weight of the past at each new step of a size
 _REFIT = 8  # steps between fits, once there are a few
 _RIDGE = 1e-6
@@ -131,8 +132,9 @@ class StepCosts:
         """Return how many prompt tokens a step may take beside running decodes, so that their pace holds.
 
         The pace is that of the decodes as they will be once those who join decode beside them: what a step takes on
-        the way there may be `STRETCH` times that, and up to twice as much the more those who wait for their first token
-        outnumber those who wait for their next. Without decodes, or where steps take no time, there is no pace.
+        the way there may be `STRETCH` times that, and up to about twice as much the more those who wait for their
+        first token outnumber those who wait for their next. Without decodes, or where steps take no time, there is no
+        pace.
 
         Args:
             decodes: tokens of the decodes in this step and their context.
@@ -150,7 +152,7 @@ class StepCosts:
         if pace is None:
             return LEAST_CHUNK
         crowd = joining / (decodes.tokens + joining) if joining > 0 else 0.0
-        most = STRETCH * (1.0 + crowd * crowd) * pace
+        most = STRETCH * (1.0 + CROWD * crowd * crowd) * pace
         # The line is trusted up to twice the largest step that was measured.
         count = min(limit, max(2 * LEAST_CHUNK, 2 * self._largest))
         while count > LEAST_CHUNK:

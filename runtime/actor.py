@@ -63,7 +63,7 @@ class Actor:
 
     kind: ClassVar[str]
     anycast: ClassVar[bool] = False  # also reached by `actor.<kind>`, queue group `<kind>`
-    tells_idle: ClassVar[bool] = False  # a heartbeat goes out as soon as its load falls to nothing
+    tells_ease: ClassVar[bool] = False  # a heartbeat goes out as soon as its load has halved
 
     def __init__(self, context: Context) -> None:
         self.context = context

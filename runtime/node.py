@@ -91,6 +91,7 @@ class Node:
         self._drain_asked = False
         self._hurry: asyncio.Event | None = None
         self._stopped = False
+        self._most: dict[Ref, int] = {}
         self._paused = False
         self._lag = telemetry.gauge("event_loop_lag_seconds", "How late the last tick of the event loop was.")
         self._lag_max = telemetry.gauge("event_loop_lag_max_seconds", "Longest lag of the event loop.")
@@ -335,9 +336,8 @@ class Node:
             self._sender.kick()
 
     def _take_snapshot(self) -> bool:
-        """Renew what heartbeats say; returns whether it is news: a state changed, or one who tells it became idle."""
+        """Renew what heartbeats say; returns whether it is news: a state changed, or a load halved of one who tells."""
         before = {b.ref: b.state for b in self._source.beats}
-        busy = {b.ref for b in self._source.beats if _busy(b.load)}
         skew = self.membership.view.own_skew()
         beats = []
         for hosted in self._hosted:
@@ -347,9 +347,15 @@ class Node:
                 state, reason = "failed", f"this clock is {skew * 1000:.0f} ms from the others"
             beats.append(Beat(actor.ref, state, reason, self._load(hosted), _steps_of(actor)))
         self._source.beats = tuple(beats)
-        told = zip(self._hosted, beats, strict=True)
-        idle = any(h.actor.tells_idle and h.actor.ref in busy and not _busy(b.load) for h, b in told)
-        return idle or any(before.get(b.ref) != b.state for b in beats)
+        eased = [b for h, b in zip(self._hosted, beats, strict=True) if h.actor.tells_ease and self._has_eased(b)]
+        return bool(eased) or any(before.get(b.ref) != b.state for b in beats)
+
+    def _has_eased(self, beat: Beat) -> bool:
+        """Whether an actor has half of the work, or less, that it had at most since it last told so."""
+        now, most = _work(beat.load), self._most.get(beat.ref, 0)
+        eased = most > 0 and 2 * now <= most
+        self._most[beat.ref] = now if eased else max(now, most)
+        return eased
 
     def _load(self, hosted: _Hosted) -> dict[str, Any]:
         load: dict[str, Any] = {}
@@ -417,8 +423,8 @@ def _steps_of(actor: Actor) -> Callable[[], int | None]:
     return read
 
 
-def _busy(load: Mapping[str, Any]) -> bool:
-    return bool(load.get("running", 0) or load.get("waiting", 0))
+def _work(load: Mapping[str, Any]) -> int:
+    return int(load.get("running", 0)) + int(load.get("waiting", 0))
 
 
 def _decoded(message: BusMessage) -> Any:

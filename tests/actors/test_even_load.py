@@ -55,7 +55,7 @@ def test_requests_that_a_heartbeat_counts_do_not_count_twice(apart_s: float, see
     assert sorted(served.values()) == [6, 6], served
 
 
-def test_an_engine_that_falls_idle_says_so_before_its_next_heartbeat(tmp_path: Path) -> None:
+def test_an_engine_whose_load_falls_says_so_before_its_next_heartbeat(tmp_path: Path) -> None:
     """The next burst finds engines as they are, not as they were a quarter of a second ago."""
 
     async def scenario(f: Fleet) -> None:
