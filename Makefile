@@ -1,4 +1,4 @@
-.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay chaos clean venv
+.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay bench-kv chaos chaos-kv clean venv
 
 run:   ; @scripts/run.sh $(ARGS)
 test:  ; @scripts/test.sh $(ARGS)
@@ -9,6 +9,8 @@ bench-peers:       ; @scripts/bench.sh peers $(ARGS)
 bench-speculation: ; @scripts/bench.sh speculation $(ARGS)
 bench-memory:      ; @scripts/bench.sh memory $(ARGS)
 bench-replay:      ; @scripts/bench.sh replay $(TRACE) $(ARGS)
-chaos: ; @scripts/chaos.sh $(ARGS)
+bench-kv:          ; @scripts/bench.sh kv $(ARGS)
+chaos:    ; @scripts/chaos.sh $(ARGS)
+chaos-kv: ; @scripts/chaos.sh kv $(ARGS)
 clean: ; @scripts/clean.sh
 venv:  ; @scripts/bootstrap.sh dev
