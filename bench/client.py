@@ -23,6 +23,7 @@ class Timing:
     ended_at: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, where the server tells
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -110,6 +111,8 @@ async def _events(body: _Body, timing: Timing) -> None:
             if chunk.get("usage"):
                 timing.prompt_tokens = chunk["usage"]["prompt_tokens"]
                 timing.completion_tokens = chunk["usage"]["completion_tokens"]
+                details = chunk["usage"].get("prompt_tokens_details") or {}
+                timing.cached_tokens = details.get("cached_tokens") or 0
             texts = [(c.get("delta") or {}).get("content") for c in chunk["choices"]]
             if any(texts):
                 timing.chunks_at.append(now)

@@ -47,6 +47,12 @@ ENGINE: dict[tuple[str, int], Target] = {
 }
 PREFILL_VLLM = Target(1.8, True, "vllm")
 
+# The KV store. Time to the first token over that of the same prompts computed, for prompts from LONG tokens on; rates
+# over a plain copy or plain reads in the same process; tokens per second beside write-back over those without.
+KV_TTFT = {"host": Target(0.10, False), "disk": Target(0.20, False)}
+KV_RATE = {"unverified": Target(0.7, True), "verified": Target(0.4, True)}
+KV_WRITE_BACK = Target(0.98, True)
+
 SMALLER_IS_BETTER = {"ttft_p50_ms", "itl_p50_ms", "itl_max_over_p50", "start_s", "pss_mb"}
 
 

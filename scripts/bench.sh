@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Measure; the last line is one JSON object. Usage: scripts/bench.sh [engine|peers|speculation|memory|replay] [options]
+# Measure; the last line is one JSON object. Usage: scripts/bench.sh [engine|peers|speculation|memory|replay|kv] [options]
 # Without a name: the whole system over HTTP. `peers` installs the other servers on its first run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh dev
 module=bench
 case "${1:-}" in
-engine | peers | speculation | memory | replay)
+engine | peers | speculation | memory | replay | kv)
     module="bench.$1"
     shift
     ;;

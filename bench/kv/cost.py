@@ -1,0 +1,141 @@
+"""What write-back costs streams: tokens per second with the host tier, and the disk below it, against without.
+
+Three instances run side by side and get the same load by turns: new prompts each round, the same in every instance, so
+that nothing is found and everything is stored. Guessing ahead is off, since what it tries depends on the time that
+steps take. A round whose texts differ, or in which a tier stores nothing, ends the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import cpu, load, servers
+from bench.client import LoadFailed
+from bench.kv import plan, probe
+from bench.load import GateFailed
+from bench.questions import long_text
+from bench.servers import Server
+from bench.speculation import Pair
+from bench.targets import SHORT
+
+OFF, HOST, DISK = "off", "host", "host and disk"
+ARMS = (OFF, HOST, DISK)
+DISK_NBYTES = 1 << 30  # the oldest segments make room
+WARM_UP_ROUNDS = 1
+FIRST = 100_000  # number of the first prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm's part of a round: seconds and processor seconds until the last text, blocks until all is at rest."""
+
+    seconds: float
+    cpu_s: float
+    texts: tuple[str, ...]
+    stored_blocks: int
+    disk_blocks: int
+
+
+def environment(arm: str, disk: Path) -> dict[str, str]:
+    """Return the settings of an arm."""
+    env = {"HEADRACE_SPECULATION": "off"}
+    if arm == OFF:
+        return env | {"HEADRACE_HOST_TIER_TOKENS": "0"}
+    if arm == HOST:
+        return env
+    return env | {
+        "HEADRACE_KV_DISK_DIR": str(disk),
+        "HEADRACE_KV_DISK_BYTES": str(DISK_NBYTES),
+        "HEADRACE_KV_DISK_ADMISSION": "all",
+    }
+
+
+async def measure(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+    """Run all rounds; returns a row per tier.
+
+    Args:
+        args: of `bench.kv`.
+        directory: for logs and the disk tier.
+
+    Raises:
+        GateFailed: if a text with a tier differs from that without.
+        LoadFailed: if a request fails, or a tier stores nothing.
+    """
+    taken: dict[str, list[Run]] = {arm: [] for arm in ARMS}
+    async with AsyncExitStack() as stack:
+        instances: dict[str, Server] = {}
+        for at, arm in enumerate(ARMS):
+            env = environment(arm, directory / "written")
+            spec = servers.ours(args.model, args.port_base + 5 * at, ["--decode=1", *args.up], env)
+            instances[arm] = await stack.enter_async_context(Server(spec, directory / f"cost-{at}.log"))
+            if arm != OFF:
+                await probe.until(instances[arm], (probe.HOST_BLOCKS,))
+        per_round = args.streams * args.per_stream
+        for number in range(WARM_UP_ROUNDS + args.rounds):
+            texts = [long_text(FIRST + number * per_round + i, SHORT) for i in range(per_round)]
+            for arm in plan.order(ARMS, number):
+                taken[arm].append(await _run(instances[arm], texts, args.streams, args.cost_tokens))
+            check({arm: runs[-1] for arm, runs in taken.items()})
+    counted = {arm: runs[WARM_UP_ROUNDS:] for arm, runs in taken.items()}
+    return [row(tier, counted[OFF], counted[tier], per_round * args.cost_tokens) for tier in (HOST, DISK)]
+
+
+def check(found: dict[str, Run]) -> None:
+    """Check a round: same texts in all arms, and each arm stored what it should.
+
+    Raises:
+        GateFailed: if a text with a tier differs from that without.
+        LoadFailed: if a tier stored nothing, or no tier something.
+    """
+    plain = found[OFF]
+    for arm, run in found.items():
+        if differing := sum(a != b for a, b in zip(run.texts, plain.texts, strict=True)):
+            raise GateFailed(f"streams beside write-back ({arm})", differing, len(run.texts))
+        wrong = (arm != OFF) != (run.stored_blocks > 0) or (arm == DISK) != (run.disk_blocks > 0)
+        if wrong:
+            raise LoadFailed(f"{arm}: {run.stored_blocks} blocks stored, {run.disk_blocks} written to the disk")
+
+
+def row(tier: str, off: Sequence[Run], on: Sequence[Run], tokens: int) -> dict[str, Any]:
+    """Return the figures of one tier against none."""
+    pairs = [Pair(tokens, a.seconds, b.seconds, 0, 0, 0) for a, b in zip(off, on, strict=True)]
+    total = tokens * len(pairs)
+    return {
+        "tier": tier, **plan.cost(pairs),
+        "blocks_per_s": round(sum(r.stored_blocks for r in on) / sum(r.seconds for r in on), 1),
+        "disk_blocks_per_s": round(sum(r.disk_blocks for r in on) / sum(r.seconds for r in on), 1),
+        "cpu_ms_per_token_off": round(sum(r.cpu_s for r in off) / total * 1000, 3),
+        "cpu_ms_per_token_on": round(sum(r.cpu_s for r in on) / total * 1000, 3),
+    }  # fmt: skip
+
+
+async def _run(server: Server, prompts: Sequence[str], streams: int, tokens: int) -> Run:
+    texts = [""] * len(prompts)
+
+    async def worker(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            texts[number] = (await load.one(server.base, server.model, prompts[number], tokens)).text
+
+    before, used = await probe.metrics(server), _cpu_s(server)
+    numbers, began = iter(range(len(prompts))), time.monotonic()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(streams):
+                group.create_task(worker(numbers))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    seconds, used = time.monotonic() - began, _cpu_s(server) - used
+    after = await probe.at_rest(server)
+    stored, written = (round(after.get(name, 0) - before.get(name, 0)) for name in (probe.STORED, probe.INSERTED))
+    return Run(seconds, used, tuple(texts), stored, written)
+
+
+def _cpu_s(server: Server) -> float:
+    return sum(cpu.seconds(server.pid).values())
