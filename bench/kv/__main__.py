@@ -145,7 +145,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.kv", description=__doc__)
     parser.add_argument("--parts", type=lambda s: tuple(s.split(",")), default=PARTS, help=",".join(PARTS))
     parser.add_argument("--lengths", type=_numbers, default=(LONG, 4 * LONG), help="tokens of the prompts, about")
-    parser.add_argument("--repetitions", type=int, default=5, help="prompts of each length, from each tier")
+    parser.add_argument("--repetitions", type=int, default=4, help="prompts of each length, from each tier")
     parser.add_argument("--tokens", type=int, default=8, help="output tokens of these")
     parser.add_argument("--blocks", type=int, default=256, help="that a copy or read moves")
     parser.add_argument("--turns", type=int, default=7, help="of each copy or read")
