@@ -320,7 +320,9 @@ class DiskTier:
             self._blank(wanted[outcome.bad].place)
         if outcome.error is not None:
             self._counts["failed_reads"] += 1
-            self._failed(outcome.error, now)
+            # What fails while something is known to be wrong does not put the next look at it off.
+            if self.health.ok and self._catalog is catalog:
+                self._failed(outcome.error, now)
         if not held and places:
             self._counts["lapsed_reads"] += 1
             outcome.checksums.clear()

@@ -292,6 +292,21 @@ def test_a_directory_that_vanishes_is_made_again(tmp_path: Path) -> None:
         shutil.rmtree(directory)
 
 
+def test_reads_that_fail_do_not_put_the_next_look_off(tmp_path: Path) -> None:
+    """Under traffic a directory that vanished is made again after the first pause, not once nobody asks any more."""
+    tier = make(tmp_path / "kv")
+    for name in range(1, 6):
+        tier.write(blocks(name, 2), 0.0)
+    shutil.rmtree(tmp_path / "kv")
+
+    for name in range(1, 6):
+        assert served(tier, name, 2, now=name * 0.1) == 0
+
+    assert tier.statistics()["failed_reads_total"] == 5 and not tier.probe(1.0)
+    assert tier.probe(1.1) and tier.write(blocks(1, 2), 1.1) == 2 and served(tier, 1, 2) == 2
+    tier.check_integrity()
+
+
 def test_a_place_where_nothing_can_be_made_leaves_the_tier_off(tmp_path: Path) -> None:
     """A file stands where the directory should be: no exception, and a reason."""
     (tmp_path / "kv").write_text("")
