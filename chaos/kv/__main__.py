@@ -33,7 +33,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="an eighth of the faults")
     parser.add_argument("--only", choices=CAMPAIGNS, default=None, help="run this campaign alone")
     parser.add_argument("--part", choices=("here", "live"), default=None, help="run one half alone")
-    parser.add_argument("--faults", type=int, default=330, help="faults for the running instance")
+    parser.add_argument("--faults", type=int, default=350, help="faults for the running instance")
     parser.add_argument("--no-verify", action="store_true", help="serve unverified: the campaigns must then fail")
     parser.add_argument("--port-base", type=int, default=18900)
     return parser

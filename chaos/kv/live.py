@@ -44,7 +44,8 @@ WORKERS = 4
 DEADLINE_S = 60.0
 PACE_S = 0.2  # between two faults
 LEAST_LIFE_S = 10.5  # after it a supervisor starts a node again at once
-WAIT_S = 8.0  # for a victim
+WAIT_S = 3.0  # for a victim
+LIMIT_S = 270.0  # for all faults; what is left then is not done
 READY_LIMIT_S = 60.0
 REST_LIMIT_S = 20.0  # a write lease of a dead engine has to end
 DISK_NBYTES = 2 << 20
@@ -101,6 +102,8 @@ class Live:
         self._disk, self._seed, self._mounted, self._say = disk, seed, mounted, say
         self._names = sorted(seen.name for seen in watch.ready(*VICTIMS))
         self._born: dict[str, tuple[int, float]] = {}  # process id and when it was first heard
+        self._dead: set[int] = set()  # processes whose last heartbeats may still look fresh
+        self._thawed: dict[str, float] = {}  # who has to speak again first
         self._open = 0
         self._over = False
         self._growth = Growth()
@@ -149,7 +152,11 @@ class Live:
         workers = [asyncio.create_task(self._work(worker)) for worker in range(WORKERS)]
         counting = asyncio.create_task(self._count())
         try:
+            end = time.monotonic() + LIMIT_S
             for number, strike in enumerate(plan(self._seed, count)):
+                if time.monotonic() > end:
+                    self._say(f"  {count - number} faults are left out: time is over")
+                    break
                 effective = await self._strike(strike)
                 self.result.performed[strike.kind] += 1
                 self.result.effective[strike.kind] += effective
@@ -195,14 +202,19 @@ class Live:
 
         def complete(watch: Watch) -> bool:
             self._note_births()
-            return {seen.name for seen in watch.ready(*VICTIMS)} >= set(self._names)
+            there = {
+                seen.name
+                for seen in watch.ready(*VICTIMS)
+                if seen.beat.pid not in self._dead and seen.t > self._thawed.get(seen.name, 0.0)
+            }
+            return there >= set(self._names)
 
         await self._watch.until(complete, timeout_s=READY_LIMIT_S, what="every replacement ready")
 
     def _note_births(self) -> None:
         now = time.monotonic()
         for seen in self._watch.live(*VICTIMS):
-            if self._born.get(seen.name, (0, 0.0))[0] != seen.beat.pid:
+            if seen.beat.pid not in self._dead and self._born.get(seen.name, (0, 0.0))[0] != seen.beat.pid:
                 self._born[seen.name] = (seen.beat.pid, now)
 
     async def _kill(self, strike: Strike) -> bool:
@@ -213,7 +225,9 @@ class Live:
         victim = await self._until(chosen, WAIT_S)
         if victim is None or not await self._until(lambda: self._open > 0, WAIT_S):
             return False
-        return send_signal(self._born[victim][0], signal.SIGKILL)
+        pid, _ = self._born.pop(victim)
+        self._dead.add(pid)
+        return send_signal(pid, signal.SIGKILL)
 
     async def _freeze(self, strike: Strike) -> bool:
         victim = pick(strike.victim, sorted(self._born))
@@ -225,6 +239,7 @@ class Live:
             await asyncio.sleep(strike.seconds)
         finally:
             send_signal(pid, signal.SIGCONT)
+            self._thawed[victim] = time.monotonic()
         return struck
 
     def _segments(self) -> list[Path]:
