@@ -121,10 +121,10 @@ async def real(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         nodes = engines(server)
         # Ends of thousands of requests are remembered; buffers grow to the largest step, which guesses make larger.
         first = 0
-        for requests, streams, tokens in ((args.warm_up_requests, WARM_UP_STREAMS, 1), (LEAD_IN, 8, args.tokens)):
-            if args.warm_up_requests:
-                await grow(server, Phase("real", requests, streams, tokens, args.real_limit, first=first))
-                first += requests
+        before = ((args.warm_up_requests, WARM_UP_STREAMS, 1), (LEAD_IN, 8, args.tokens))
+        for requests, streams, tokens in before if args.warm_up_requests else ():
+            await grow(server, Phase("real", requests, streams, tokens, args.real_limit, first=first))
+            first += requests
         settled = SETTLED if first else WARM_UP
         growth = await grow(server, Phase("real", args.requests, 8, args.tokens, args.real_limit, settled, first))
     return {"engines": nodes, "growth": growth}

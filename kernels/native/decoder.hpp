@@ -223,7 +223,7 @@ class Decoder {
             team_.meet();
             a = prepare(thread, phase, w.down, rows, [&](int64_t i, float*) { return gated_.data() + i * m.ffn; });
             // A long step gives cores up when others begin theirs: a team on too few waits for its sleeping threads.
-            if (thread == 0 && rows_ >= LONG_STEP) team_.shrink(cores_.threads());
+            if (thread == 0 && team_.active() > 1 && rows_ >= LONG_STEP) team_.shrink(cores_.threads());
             multiply(phase, w.down, a, residual, add_to);
             if (thread >= team_.active()) return;
         }

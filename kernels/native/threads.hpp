@@ -32,7 +32,8 @@ class Team {
   public:
     // `looks`: how often a waiting thread looks before it sleeps.
     explicit Team(int threads, int looks = 1500)
-        : threads_(std::max(1, threads)), looks_(looks), active_(threads_), next_(threads_), calls_(static_cast<size_t>(threads_)) {
+        : threads_(std::max(1, threads)), looks_(looks), active_(threads_), next_(threads_),
+          calls_(static_cast<size_t>(threads_)) {
         for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {

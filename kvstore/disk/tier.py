@@ -259,11 +259,8 @@ class DiskTier:
 
     def _give_way(self) -> None:
         """The disk is full of other things: a cache makes room, a segment at a time, for its own next try."""
-        with self._lock:
-            victim = self._catalog.victim()
-            if victim is not None:
-                self._counts["evicted"] += self._catalog.doom(victim)
-        self._remove_doomed()
+        if not self._evict():
+            self._remove_doomed()
 
     def _remove_doomed(self) -> int:
         removed = 0

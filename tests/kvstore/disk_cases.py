@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from chaos.kv import faulty
 from kvstore.block import BLOCK_TOKENS, chain_hashes, root_hash
 from kvstore.disk.files import Files
 from kvstore.disk.tier import Block, DiskTier
@@ -70,56 +70,18 @@ def leftovers(tier: DiskTier) -> list[Path]:
     return sorted(tier.folder.glob("staging-*"))
 
 
-class FaultyFiles(Files):
+class FaultyFiles(faulty.FaultyFiles):
     """Real files, some of whose operations fail when told to.
 
-    `plan` maps the name of an operation to what happens at its next calls: None lets one pass, an errno refuses one,
-    a callable gets the real result and returns another.
+    As the campaigns have them, but that a function planned for a read gets the bytes really read, and returns how many
+    it says there were.
     """
 
-    def __init__(self) -> None:
-        self.plan: dict[str, list[int | Callable[[Any], Any] | None]] = {}
-
-    def fail(self, operation: str, *what: int | Callable[[Any], Any] | None) -> None:
-        """Add to the plan."""
-        self.plan.setdefault(operation, []).extend(what)
-
-    def _next(self, operation: str) -> Callable[[Any], Any]:
-        planned = self.plan.get(operation)
-        fault = planned.pop(0) if planned else None
-        if isinstance(fault, int):
-            raise OSError(fault, errno.errorcode[fault])
-        return fault if fault is not None else (lambda result: result)
-
-    def create(self, path: Path) -> int:
-        self._next("create")
-        return super().create(path)
-
-    def open(self, path: Path, *, write: bool = False) -> int:
-        self._next("open")
-        return super().open(path, write=write)
-
-    def write(self, fd: int, buffers: Sequence[bytes | memoryview]) -> int:
-        change = self._next("write")
-        limit = change(sum(map(len, buffers)))
-        given: list[memoryview] = []
-        for buffer in buffers:
-            given.append(memoryview(buffer)[: max(0, limit)])
-            limit -= len(buffer)
-        return super().write(fd, [g for g in given if len(g)]) if any(map(len, given)) else 0
+    def fail(self, operation: str, *what: faulty.Fault) -> None:
+        """Add to what happens at the next calls."""
+        self.plan(operation, *what)
 
     def read(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
-        change = self._next("read")
-        return int(change(super().read(fd, buffers, offset)))
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._next("rename")
-        super().rename(old, new)
-
-    def unlink(self, path: Path) -> None:
-        self._next("unlink")
-        super().unlink(path)
-
-    def sync(self, fd: int) -> None:
-        self._next("sync")
-        super().sync(fd)
+        said = self._next("read")
+        done = Files.read(self, fd, buffers, offset)
+        return done if said is None else int(said(done))

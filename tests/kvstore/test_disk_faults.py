@@ -428,7 +428,7 @@ class Disk(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """With a disk that works again, everything works again."""
-        self.files.plan.clear()
+        self.files.clear()
         self.tier.close()
         self.start()
         assert self.tier.health.ok
