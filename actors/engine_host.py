@@ -480,7 +480,7 @@ class EngineActor(Actor):
         if ref.kind == "transfer" and reason in ("exit", "superseded"):
             for job in self.destination.writer_gone(ref):
                 self.call(lambda core, job=job: core.absolve(job))  # type: ignore[misc]
-        self.prefix.member_down(ref)
+        self.prefix.member_down(ref, reason)
         self.source.transfer_down(ref)
         if reason == "silent":
             return

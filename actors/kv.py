@@ -24,6 +24,7 @@ from schemas.subjects import Ref
 READ_LEASE_S = 3.0
 WRITE_LEASE_S = 10.0
 MAX_FIRST = 64
+MAX_CHECKED = 64  # blocks of one report: some 10 ms; what is bad beyond them is reported when it is used again
 NOBODY = Fence(0, "", 0)
 
 
@@ -104,6 +105,9 @@ class KvActor(Actor):
                     self._disk.forget(message.ticket)
                 if self._tier is not None:
                     self._tier.release(message.ticket)
+            case m.KvDamaged():
+                if self._tier is not None and self._tier.report_corrupt(message.hashes[:MAX_CHECKED]):
+                    self._announcer.announce()
             case m.KvReserve():
                 self._reserve(message, sender)
             case m.KvCommit():

@@ -40,6 +40,7 @@ class _Load:
     hashes: list[bytes]
     until: float
     kv: Ref
+    expected: list[int] = field(default_factory=list)  # checksums
     blocks: list[int] = field(default_factory=list)
     copying: bool = False
 
@@ -71,6 +72,7 @@ class PrefixStore:
         telemetry = engine.context.telemetry
         self._loaded = telemetry.counter("kv_blocks_loaded_total", "Blocks loaded from the host tier")
         self._missed = telemetry.counter("kv_lookups_failed_total", "Lookups that ended as a miss by failure", ("why",))
+        self._damaged = telemetry.counter("kv_blocks_damaged_total", "Stored blocks whose copy was not what was stored")
         self._stored = telemetry.counter("kv_blocks_stored_total", "Blocks stored in the host tier")
         self._skipped = telemetry.counter("kv_lookups_skipped_total", "Lookups not made: the index knew of no block")
         self.index = KvIndex(engine.context)
@@ -145,10 +147,10 @@ class PrefixStore:
             del self._loads[msg.ticket]  # there is no lease to give back
             self._add(load.work, load.sequences)
             return
-        if msg.pool is None or transfer is None:
+        if msg.pool is None or transfer is None or not len(msg.blocks) == len(msg.checksums) <= len(load.hashes):
             self._give_up(msg.ticket, load)
             return
-        load.copying, load.until = True, self._engine.clock.now() + COPY_LIMIT_S
+        load.expected, load.copying, load.until = msg.checksums, True, self._engine.clock.now() + COPY_LIMIT_S
         load.hashes = load.hashes[: len(msg.blocks)]
         sequences, key, count = load.sequences, load.key, len(msg.blocks)
 
@@ -175,10 +177,8 @@ class PrefixStore:
             engine.added(load.work, error)
             return
         load.blocks = got[0]
-        if msg.ticket not in self._loads:  # closed meanwhile
-            key = load.key
-            engine.call(lambda core: core.abandon_load(key))
-            return
+        if msg.ticket not in self._loads:
+            return  # closed or given up meanwhile, which took the blocks back: by now they may be lent to another try
         engine.destination.expect_job(msg.ticket, transfer)
         job = m.TransferJob(
             request_id=load.work.request_id,
@@ -213,13 +213,25 @@ class PrefixStore:
 
     def _loaded_or_not(self, msg: m.TransferDone, load: _Load) -> None:
         key, blocks, hashes = load.key, load.blocks, load.hashes
-        self._engine.context.send(load.kv, m.KvRelease(ticket=msg.job))
         if msg.error is not None:
             self._missed.labels(str(msg.error.get("code"))).inc()
+            hashes = hashes[: self._report(msg, load)]
+        # After the report: what is looked at stays where it is until then.
+        self._engine.context.send(load.kv, m.KvRelease(ticket=msg.job))
+        if not hashes:
             self._engine.call(lambda core: core.abandon_load(key))
             return
-        self._loaded.inc(len(blocks))
+        self._loaded.inc(len(hashes))
         self._engine.call(lambda core: core.load_prefix(key, blocks, hashes))
+
+    def _report(self, msg: m.TransferDone, load: _Load) -> int:
+        """Tell the store which blocks are not what it has stored; returns how many come before the first of them."""
+        if len(msg.checksums) != len(load.expected):
+            return 0  # there is no whole copy
+        bad = [i for i, found in enumerate(msg.checksums) if found != load.expected[i]]
+        self._damaged.inc(len(bad))
+        self._engine.context.send(load.kv, m.KvDamaged(hashes=[load.hashes[i] for i in bad]))
+        return bad[0] if bad else 0
 
     def _give_up(self, ticket: str, load: _Load) -> None:
         """Compute the prompt instead."""
@@ -352,8 +364,8 @@ class PrefixStore:
             write.until = now + JOB_RESEND_S
             self._engine.context.send(write.transfer, write.job)
 
-    def member_down(self, ref: Ref) -> None:
-        """A dead transfer actor copies nothing more, and a dead store has nothing."""
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """A dead transfer actor copies nothing more, a silent one may; and what a lost store has is out of reach."""
         self.index.member_down(ref)
-        if self._write is not None and self._write[1].transfer == ref:
+        if reason != "silent" and self._write is not None and self._write[1].transfer == ref:
             self._end_write(False, [])

@@ -123,7 +123,7 @@ class TransferActor(Actor):
         done = m.TransferDone(
             **head,
             error=error.info() if error else None,
-            checksums=checksums if error is None else [],
+            checksums=checksums,  # of a copy that was made, also if it is not what was expected
             nbytes=nbytes,
             elapsed_s=elapsed,
         )

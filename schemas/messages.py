@@ -330,6 +330,12 @@ class KvRelease(Message):
     ticket: str
 
 
+class KvDamaged(Message):
+    """Copies of these stored blocks did not show their checksums: the store looks at them and drops what is bad."""
+
+    hashes: list[bytes]
+
+
 class KvReserve(Message):
     """Ask for staging blocks to write; answered with `KvReserved` (fewer or none when the tier is full)."""
 

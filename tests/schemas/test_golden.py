@@ -124,6 +124,7 @@ EXAMPLES: list[m.Message] = [
     m.KvLoading(ticket="5f0c.load.1.2", wait_s=1.0),
     m.KvFound(ticket="5f0c.load.1.2", pool=POOL, blocks=BLOCKS, checksums=[7, 8], lease_until=99.5),
     m.KvRelease(ticket="5f0c.load.1.2"),
+    m.KvDamaged(hashes=[H1, H2]),
     m.KvReserve(ticket="w.1", hashes=[H1], parents=[H2], pool=POOL, reply=PREFILL),
     m.KvReserved(ticket="w.1", pool=POOL, positions=[0], blocks=BLOCKS[:1]),
     m.KvCommit(ticket="w.1", ok=False, checksums=[7]),
