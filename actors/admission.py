@@ -25,6 +25,7 @@ from schemas.openai import ParsedRequest, parse_request
 from schemas.openai_sampling import chosen_ids
 from schemas.record import Fence, Record, ReplyTo
 from schemas.subjects import Ref
+from schemas.tenants import tenant_of
 
 NATIVE_APIS = ("chat", "completion")
 EARLY_S = 0.25  # a heartbeat's time, and less than it takes an edge to ask another admission actor
@@ -40,11 +41,13 @@ class AdmissionConfig:
     """Settings of admission.
 
     `whole_below`: prompts of fewer tokens may run whole on a decode engine (`actors.placement`).
+    `tenant_header`: header of native requests that names the tenant; empty: all have the same one.
     """
 
     models: tuple[str, ...]
     default_deadline_s: float = 600.0
     whole_below: int = WHOLE_BELOW_TOKENS
+    tenant_header: str = ""
 
 
 @dataclass(slots=True)
@@ -129,6 +132,7 @@ class AdmissionActor(Actor):
         fence = Fence(0, f"{self.ref.id}.{self.ref.epoch}", 0)
         try:
             body = replies.read(message.payload, encoding)
+            tenant = tenant_of(headers, self.config.tenant_header)
         except HeadraceError as exc:
             self._write_terminal(request_id, reply, fence, exc)
             self._requests.labels(exc.code or "error").inc()
@@ -138,6 +142,7 @@ class AdmissionActor(Actor):
             request_id=request_id,
             api=message.subject.split(".")[1],
             body=body,
+            tenant=tenant,
             request_class="",
             reply=reply,
             deadline=0.0,
@@ -227,6 +232,7 @@ class AdmissionActor(Actor):
             stream=parsed.stream,
             created=msg.created if msg.created is not None else int(wall),
             deadline=deadline,
+            cache_salt=parsed.cache_salt,
             reply=msg.reply,
             owner=self.ref,
             edge_epoch=msg.edge_epoch,

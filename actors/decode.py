@@ -173,7 +173,7 @@ class Destination:
                 engine.fail(work, known)
                 return
             part.activated = True
-            work.cached_tokens = max(work.cached_tokens, msg.cached_tokens)
+            work.found(part.choices[0], msg.cached_tokens)
             work.began = work.began or engine.clock.wall()
             engine.context.send(msg.source, m.Activated(**head))
             if work.started:

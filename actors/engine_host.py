@@ -396,8 +396,8 @@ class EngineActor(Actor):
         touched: dict[str, Work] = {}
         for key, tokens in result.cached.items():
             work = self.works.get(key.request_id)
-            if work is not None and key.choice == 0:
-                work.cached_tokens = tokens
+            if work is not None and key.choice % work.record.n == 0:
+                work.found(key.choice, tokens)
         for key, reason in result.ended:
             work = self.works.get(key.request_id)
             if work is not None and reason in ("stop", "length"):

@@ -74,7 +74,7 @@ class Source:
         for part in work.parts.values():
             if part.key == key:
                 part.held, part.held_blocks = sampled, blocks
-                work.cached_tokens = max(work.cached_tokens, blocks.num_cached)
+                work.found(part.choices[0], blocks.num_cached)
                 engine.context.telemetry.hop(
                     "hop.prefill",
                     work.record.traceparent,
@@ -117,7 +117,7 @@ class Source:
             dest_blocks=part.reserved.blocks,
             first=[[s.id, None] for s in part.held],
             num_tokens=part.held_blocks.num_tokens,
-            cached_tokens=work.cached_tokens,
+            cached_tokens=work.cached[part.choices[0] // work.record.n],
         )
         engine.context.send(transfer, job)
 

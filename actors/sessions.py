@@ -47,6 +47,7 @@ class Session:
     deadline: float  # monotonic
     source: Ref | None = None
     cached_tokens: int = 0
+    cached_by: Fence | None = None  # whose account that is: a later try finds what the first one computed
     error: HeadraceError | None = None
     silent: bool = False  # dropped: no terminal is owed
     ended: bool = False
@@ -102,8 +103,11 @@ class Session:
         An id that differs from the one held under the same index ends the request with `ReplayMismatch`.
         """
         self.source, self.engine_closed = source, False
-        if batch.cached_tokens is not None and not self.first_item_at:
-            self.cached_tokens = batch.cached_tokens
+        if batch.cached_tokens is not None:
+            if not self.first_item_at:
+                self.cached_tokens, self.cached_by = batch.cached_tokens, batch.fence
+            elif self.cached_by == batch.fence:  # further prompts of the same try
+                self.cached_tokens = max(self.cached_tokens, batch.cached_tokens)
         for choice_no, index, token_id, logprob in batch.items:
             if self.ended or not 0 <= choice_no < len(self.choices):
                 continue

@@ -62,7 +62,7 @@ class Work:
     sent: list[int] = field(default_factory=list)
     ends: dict[int, str] = field(default_factory=dict)
     unwanted: set[int] = field(default_factory=set)
-    cached_tokens: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # by prompt: its tokens that were not computed
     began: float = 0.0  # Unix seconds
     unacked_since: float = 0.0  # the last time that something was sent with nothing unacknowledged, or progress came
     error: HeadraceError | None = None
@@ -78,6 +78,15 @@ class Work:
     def request_id(self) -> str:
         """The request's id."""
         return self.record.request_id
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were found in a tier, each prompt counted once; transferred ones do not count."""
+        return sum(self.cached.values())
+
+    def found(self, choice: int, tokens: int) -> None:
+        """A choice's prompt is complete; the first of its choices says how much of it was found."""
+        self.cached.setdefault(choice // self.record.n, tokens)
 
     @property
     def started(self) -> bool:

@@ -15,6 +15,7 @@ from schemas.messages import CancelAck, Close, Submit, SubmitCancel
 from schemas.openai import ParsedRequest
 from schemas.record import Fence, ReplyTo
 from schemas.subjects import Ref
+from schemas.tenants import DEFAULT_TENANT
 
 DEADLINE_GRACE_S = 0.7  # R4: everybody before the edge has had its chance to end the request
 ACK_EVERY_S = 0.1  # well below the time after which senders repeat
@@ -39,6 +40,7 @@ class OpenRequest:
         self.created = 0
         self.seed = 0
         self.request_class = "interactive"
+        self.tenant = DEFAULT_TENANT
         self.traceparent = ""
         self.sender: Ref | None = None
         self.last_item_at: dict[int, float] = {}
@@ -104,6 +106,7 @@ class Exchange:
         deadline_s: float,
         request_class: str,
         traceparent: str,
+        tenant: str = DEFAULT_TENANT,
     ) -> OpenRequest:
         """Submit a request.
 
@@ -128,6 +131,7 @@ class Exchange:
         request.created = int(clock.wall())
         request.seed = parsed.seed if parsed.seed is not None else int(clock.random_hex(8), 16) >> 1
         request.request_class, request.traceparent = request_class, traceparent
+        request.tenant = tenant
         if not self._submit(request):
             raise Unavailable("no admission actor is running")
         self._open[request.id] = request
@@ -279,6 +283,7 @@ class Exchange:
                 request_id=request.id,
                 api=request.parsed.api,
                 body=request.body,
+                tenant=request.tenant,
                 request_class=request.request_class,
                 reply=ReplyTo(subject=context.ref.subject, mode="mailbox"),
                 deadline=request.deadline_wall,

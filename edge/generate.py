@@ -20,6 +20,7 @@ from edge.stream import write_stream
 from runtime.actor import Context
 from schemas.errors import Unavailable
 from schemas.openai import load_json, parse_request
+from schemas.tenants import tenant_of
 
 MAX_UNKNOWN_LOGGED = 256
 
@@ -32,6 +33,7 @@ class Limits:
     body_limit_s: float = 30.0
     default_deadline_s: float = 600.0
     keepalive_s: float = 10.0
+    tenant_header: str = ""  # which header names the tenant; empty: all requests have the same one
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Generate:
         body = load_json(data)
         parsed = parse_request(self.api, body, models=self.models)
         terms = read_terms(headers, parsed, limits.default_deadline_s)
+        tenant = tenant_of(headers, limits.tenant_header)
         self._log_unknown(parsed.unknown_fields)
         problem = self.not_ready()
         if problem is not None:
@@ -72,6 +75,7 @@ class Generate:
             received_at=received_at,
             deadline_s=terms.deadline_s,
             request_class=terms.request_class,
+            tenant=tenant,
             traceparent=terms.traceparent or self.context.telemetry.new_traceparent(),
         )
         watcher = self.context.spawn(self._watch(receive, request), name=f"edge-watch-{request.id}")

@@ -107,9 +107,10 @@ class Planner:
             seq.num_computed = hit.num_ready
             seq.num_hashed = len(seq.blocks)
             if seq.num_preempted == 0:
-                seq.num_cached = hit.num_tokens
+                # Of the prompt alone: a sequence that was resumed may find blocks of its own output.
+                seq.num_cached = min(hit.num_tokens, (len(seq.prompt_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
                 self._counts["prompt_tokens"] += len(seq.prompt_ids)
-                self._counts["cached_tokens"] += hit.num_tokens
+                self._counts["cached_tokens"] += seq.num_cached
             self._roster.start(live)
         for seq, _, num_blocks in decision.grants:
             if num_blocks:

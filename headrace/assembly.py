@@ -122,14 +122,22 @@ def _edge(context: Context, *, parts: Parts) -> Actor:
     from edge.generate import Limits
 
     host, port = parts.settings.http_address
-    limits = Limits(default_deadline_s=parts.settings.default_deadline_s, keepalive_s=parts.settings.keepalive_s)
+    limits = Limits(
+        default_deadline_s=parts.settings.default_deadline_s,
+        keepalive_s=parts.settings.keepalive_s,
+        tenant_header=parts.settings.tenant_header,
+    )
     return EdgeActor(context, models=parts.names, host=host, port=port, limits=limits)
 
 
 def _admission(context: Context, *, parts: Parts) -> Actor:
     from actors.admission import AdmissionActor, AdmissionConfig
 
-    config = AdmissionConfig(models=tuple(parts.names), default_deadline_s=parts.settings.default_deadline_s)
+    config = AdmissionConfig(
+        models=tuple(parts.names),
+        default_deadline_s=parts.settings.default_deadline_s,
+        tenant_header=parts.settings.tenant_header,
+    )
     return AdmissionActor(context, config=config)
 
 

@@ -24,12 +24,13 @@ CLASSES: tuple[RequestClass, ...] = ("interactive", "agent", "batch")
 MAX_N = 64
 MAX_CHOICES = 1024
 MAX_DEADLINE_MS = 86_400_000
+MAX_SALT = 256
 
 ACCEPTED = frozenset(
     {
         "model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens",
         "max_completion_tokens", "n", "ignore_eos", "deadline_ms", "class", "user", "metadata", "presence_penalty",
-        "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens",
+        "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "cache_salt",
     }
 )  # fmt: skip
 INPUT: dict[str, str] = {"chat": "messages", "completion": "prompt"}
@@ -64,7 +65,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "structured_outputs": (),
     "priority": (0,),
-    "cache_salt": (),
     "return_token_ids": (False,),
     "truncate_prompt_tokens": (),
 }
@@ -87,6 +87,7 @@ class ParsedRequest:
     messages: tuple[dict[str, Any], ...]
     deadline_ms: int | None
     request_class: RequestClass | None
+    cache_salt: str
     unknown_fields: tuple[str, ...]
 
     @property
@@ -139,6 +140,7 @@ def parse_request(
     read_object(body, "metadata")
     deadline_ms = read_int(body, "deadline_ms", 1, MAX_DEADLINE_MS)
     request_class = parse_class(body.get("class"), "class")
+    cache_salt = _cache_salt(body)
     form: PromptsForm | None = None
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
@@ -155,8 +157,21 @@ def parse_request(
     return ParsedRequest(
         api=cast(Api, api), model=model, sampling=sampling, seed=seed, max_tokens=max_tokens, n=n, stream=stream,
         include_usage=include_usage, prompts_form=form, prompts=prompts, messages=messages, deadline_ms=deadline_ms,
-        request_class=request_class, unknown_fields=tuple(name[:60] for name in sorted(unknown)[:20]),
+        request_class=request_class, cache_salt=cache_salt,
+        unknown_fields=tuple(name[:60] for name in sorted(unknown)[:20]),
     )  # fmt: skip
+
+
+def _cache_salt(body: Mapping[str, Any]) -> str:
+    """Return what a request's stored prefixes are kept apart by, beside its tenant; nothing if absent.
+
+    Raises:
+        BadRequest: if it is empty, which would look like a salt and separate nothing, or too long.
+    """
+    salt = read_string(body, "cache_salt")
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT:
+        raise BadRequest(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
+    return salt or ""
 
 
 def requested_model(body: Mapping[str, Any], models: Collection[str] | None = None) -> str:

@@ -62,6 +62,11 @@ class Settings(BaseSettings):
     http: str = Field("127.0.0.1:8000", description="HOST:PORT of the HTTP edge")
     port_base: Port = Field(0, description="first of this instance's ports: +0 HTTP, +1 bus; 0: the defaults")
 
+    # Who asks
+    tenant_header: str = Field(
+        "", pattern=r"^[A-Za-z0-9-]{0,64}$", description="header that names the tenant; empty: all requests are of one"
+    )
+
     # The bus
     bus_url: str = Field("", description="an existing NATS server; empty: one is started with the instance")
     bus_token: SecretStr | None = Field(None, description="token for the bus")

@@ -39,10 +39,12 @@ def opened(*, n: int = 1, max_tokens: int = 1000, stop: tuple[str, ...] = (), no
     )
 
 
-def batch(ids: bytes | list[int], *, start: int = 0, choice: int = 0, cached: int | None = None) -> ItemBatch:
+def batch(
+    ids: bytes | list[int], *, start: int = 0, choice: int = 0, cached: int | None = None, fence: Fence = FENCE
+) -> ItemBatch:
     """Items of one choice from `start` on."""
     items = [Item(choice, start + i, token_id, None) for i, token_id in enumerate(ids)]
-    return ItemBatch("r1", FENCE, items, cached, [])
+    return ItemBatch("r1", fence, items, cached, [])
 
 
 def shown(*frames: dict[str, Any] | None) -> str:
@@ -126,9 +128,19 @@ def test_cached_tokens_are_those_of_the_first_items() -> None:
     session = opened()
 
     session.accept(batch(b"a", cached=16), ENGINE, 1.0)
-    session.accept(batch(b"b", start=1, cached=48), ENGINE, 2.0)
+    session.accept(batch(b"b", start=1, cached=48, fence=FENCE.next()), ENGINE, 2.0)
 
     assert session.cached_tokens == 16
+
+
+def test_cached_tokens_of_later_prompts_of_the_same_try_count() -> None:
+    """Engines report the sum over the prompts that are complete; it grows."""
+    session = opened()
+
+    session.accept(batch(b"a", cached=16), ENGINE, 1.0)
+    session.accept(batch(b"b", start=1, cached=48), ENGINE, 2.0)
+
+    assert session.cached_tokens == 48
 
 
 # --- frames out -------------------------------------------------------------------------------------

@@ -228,7 +228,13 @@ class Fleet:
     # --- a native client ------------------------------------------------------------------------
 
     async def ask(
-        self, prompt: str | list[Any], *, max_tokens: int, deadline_s: float | None = None, **fields: Any
+        self,
+        prompt: str | list[Any],
+        *,
+        max_tokens: int,
+        deadline_s: float | None = None,
+        headers: dict[str, str] | None = None,
+        **fields: Any,
     ) -> Stream:
         """Publish a completion request; frames are taken and acknowledged from now on."""
         bus, clock = self.system.outside, self.system.clock
@@ -241,7 +247,7 @@ class Fleet:
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         if deadline_s is not None:
             body["deadline_ms"] = round(deadline_s * 1000)
-        bus.publish("requests.completion", json.dumps(body, ensure_ascii=False).encode(), reply=inbox)
+        bus.publish("requests.completion", json.dumps(body, ensure_ascii=False).encode(), reply=inbox, headers=headers)
         return stream
 
     def _take(self, stream: Stream, message: BusMessage) -> None:
