@@ -6,6 +6,7 @@ KvError
 ├── LayoutMismatch     two pools whose blocks cannot be copied into one another
 ├── TransferAborted    a copy was told to stop
 ├── TransferCorrupt    a copy does not equal its source
+├── PeerFailed         another host did not deliver
 ├── BadRecord          bytes on a disk are no sound record
 └── DiskBusy           a directory of records has an owner already
 """
@@ -61,6 +62,15 @@ class TransferCorrupt(KvError):
         self.index = index
         self.expected = expected
         self.found = found
+
+
+class PeerFailed(KvError):
+    """Raised when another host does not deliver what it was asked for; `why` is one word for a metric."""
+
+    def __init__(self, address: str, why: str, detail: str = "") -> None:
+        super().__init__(f"{address}: {why}{f', {detail}' if detail else ''}")
+        self.address = address
+        self.why = why
 
 
 class BadRecord(KvError):
