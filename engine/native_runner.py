@@ -63,7 +63,7 @@ class NativeRunner(ModelRunner):
         self.max_context = self._model.max_context
         self.block_nbytes = self._model.block_nbytes
         self.layout = f"native-1,{config.num_layers},{BLOCK_TOKENS},{config.num_kv_heads},{config.head_dim},bfloat16"
-        self.fingerprint = f"{identity}/native-2-{coarse_below:g}-{packed.VERSION}-{self._model.instruction_set}"
+        self.fingerprint = f"{identity}/native-3-{coarse_below:g}-{packed.VERSION}-{self._model.instruction_set}"
         self._sample = functools.partial(sample, team=self._model.team)
         self._pool: npt.NDArray[np.uint8] | None = None
 

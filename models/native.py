@@ -14,10 +14,10 @@ from models.packed import PackedWeights
 from models.run import Run
 
 BLOCK_TOKENS = 16
-# Rows that come from a norm are even but for a few channels: groups without a value above so many root mean squares of
-# the row get 8 bits in place of 16. By measurement, docs/decisions/004-native-kernels.md.
+# Most groups of a row are even: those without a value above so many root mean squares of the row get 8 bits in place of
+# 16, but for the head, whose sums are the logits. By measurement, docs/decisions/004-native-kernels.md.
 COARSE_BELOW = 4.0
-NORMALIZED = frozenset({"qkv", "gate_up"})
+FINE = frozenset({"embedding", "head"})
 _POINTER = ctypes.c_void_p
 
 
@@ -69,7 +69,7 @@ class NativeTransformer:
             weights: as `models.packed.load` returns them; kept alive by this object.
             threads: of this model's team, the caller's included. Results do not depend on it.
             looks: how often a waiting thread looks before it sleeps (a few tens of nanoseconds each).
-            coarse_below: of normalized rows, groups below so many root mean squares of the row get 8 bits; 0: none.
+            coarse_below: groups of inputs below so many root mean squares of their row get 8 bits; 0: none.
 
         Raises:
             kernels.native.BuildError: the compiled kernels cannot be had here.
@@ -178,7 +178,7 @@ class NativeTransformer:
 
     def _matrix(self, name: str) -> _Packed:
         m = self._weights.matrix(name)
-        coarse = self._coarse_below if name.rpartition(".")[2] in NORMALIZED else 0.0
+        coarse = 0.0 if name in FINE else self._coarse_below
         sizes = m.outputs, m.inputs, m.kind, m.group, m.scale_bits, m.has_offset, m.zero
         return _Packed(self._weights.address(name), *sizes, coarse)
 

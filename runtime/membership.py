@@ -81,6 +81,8 @@ class MembershipView:
     _current: dict[tuple[str, str], Ref] = field(default_factory=dict)
     _dead: dict[Ref, float] = field(default_factory=dict)
     _offsets: dict[str, deque[float]] = field(default_factory=dict)
+    _known: dict[str, float] = field(default_factory=dict)  # the offset of each node that was heard often enough
+    _median: float = 0.0  # of those
     _stamps: dict[str, float] = field(default_factory=dict)  # of each node's last sample: its actors' beats share one
     _well_since: float = 0.0
     refused: int = 0
@@ -98,7 +100,7 @@ class MembershipView:
             return []
         if timely and self._stamps.get(beat.node) != beat.sent_at:
             self._stamps[beat.node] = beat.sent_at
-            self._offsets.setdefault(beat.node, deque(maxlen=SKEW_SAMPLES)).append(beat.sent_at - wall)
+            self._sample(beat.node, beat.sent_at - wall)
         member = Member(
             ref, beat.node, beat.host, beat.pid, beat.state, beat.load, now,
             reason=beat.reason, seq=beat.seq, loop_lag_s=beat.loop_lag_s,
@@ -133,7 +135,8 @@ class MembershipView:
             return []
         events: list[Event] = []
         for ref, member in self._members.items():
-            if member.up and now - max(member.last_heard, self._well_since) > self.silence_s:
+            heard = member.last_heard if member.last_heard > self._well_since else self._well_since
+            if now - heard > self.silence_s and member.up:
                 events.append(Down(ref, "silent"))
         for event in events:
             self._members[event.ref] = replace(self._members[event.ref], silent=True)
@@ -152,6 +155,14 @@ class MembershipView:
                 self._members[ref] = replace(member, silent=True)
         return [Down(ref, reason)]
 
+    def _sample(self, node: str, offset: float) -> None:
+        """Take a sample of a node's clock; the median is renewed only where the node's offset changes."""
+        samples = self._offsets.setdefault(node, deque(maxlen=SKEW_SAMPLES))
+        samples.append(offset)
+        if len(samples) >= SKEW_LEAST and (fastest := max(samples)) != self._known.get(node):
+            self._known[node] = fastest
+            self._median = statistics.median(self._known.values())
+
     def _forget(self, now: float) -> None:
         for ref in [r for r, since in self._dead.items() if now - since > self.forget_s]:
             del self._dead[ref]
@@ -167,6 +178,8 @@ class MembershipView:
         if member is not None and all(m.node != member.node for m in self._members.values()):
             self._offsets.pop(member.node, None)
             self._stamps.pop(member.node, None)
+            if self._known.pop(member.node, None) is not None:
+                self._median = statistics.median(self._known.values()) if self._known else 0.0
 
     # --- questions -------------------------------------------------------------------------------------
 
@@ -199,17 +212,11 @@ class MembershipView:
 
     def skew(self, node: str) -> float:
         """Return how far a node's clock is from the median of all; 0 while fewer than three nodes are known."""
-        known = self._known_offsets()
-        return known[node] - statistics.median(known.values()) if node in known and len(known) >= 3 else 0.0
+        return self._known[node] - self._median if node in self._known and len(self._known) >= 3 else 0.0
 
     def own_skew(self) -> float:
         """Return how far our own clock is ahead of the median of all; 0 while fewer than three nodes are known."""
-        known = self._known_offsets()
-        return -statistics.median(known.values()) if len(known) >= 3 else 0.0
-
-    def _known_offsets(self) -> dict[str, float]:
-        """Return the offset of each node that was heard often enough."""
-        return {node: max(samples) for node, samples in self._offsets.items() if len(samples) >= SKEW_LEAST}
+        return -self._median if len(self._known) >= 3 else 0.0
 
 
 DownListener = Callable[[Ref, str], None]

@@ -44,8 +44,10 @@ class HeadraceClient(Client):
     @property
     def loops_alive(self) -> bool:
         """Whether the tasks that read, ping and flush still run; a dead one leaves the client deaf but CONNECTED."""
-        tasks = (self._reading_task, self._ping_interval_task, self._flusher_task)
-        return all(t is not None and not t.done() for t in tasks)
+        reading, ping, flusher = self._reading_task, self._ping_interval_task, self._flusher_task
+        if reading is None or ping is None or flusher is None:
+            return False
+        return not (reading.done() or ping.done() or flusher.done())  # asked for at every heartbeat
 
     @property
     def stuck(self) -> bool:

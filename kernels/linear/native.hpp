@@ -4,7 +4,7 @@
 // quantized per row and group to 16 bits, held as a high and a low signed byte, so that two passes of byte products give
 // an exact integer sum; only the sum of groups is in floating point, in the order of the groups. A row's result is thus
 // the same bits for every number of rows. A group without a value that stands out of its row may get 8 bits: its low
-// bytes are zeros, and where no row of a block has others their pass is left out, which changes no sum.
+// bytes are zeros and their products are left out, which changes no sum.
 // Float weights are widened to float32 and multiplied by float32 activations.
 //
 // Weights lie in tiles of 16 outputs; a tile holds its groups one after the other:
@@ -47,8 +47,8 @@ struct Packed {
 // --- activations -----------------------------------------------------------------------------------
 
 // Rows stand in blocks of `width` (1, 4 or 8). Integer weights: per block and group `2 · steps` words of four bytes for
-// each row (high bytes, then low ones), then scale, scale · Σq, −zero · Σq (of the weights' zero), and whether the low
-// bytes count. Float weights: the inputs themselves, row by row.
+// each row (high bytes, then low ones), then scale, scale · Σq, −zero · Σq (of the weights' zero), and a word that has
+// the bit of the row's place if its low bytes count. Float weights: the inputs themselves, row by row.
 struct Activations {
     int32_t* words = nullptr;
     int64_t rows = 0;
@@ -83,27 +83,23 @@ inline Activations shape_for(const Packed& w, int64_t rows, int32_t* words) {
     return a;
 }
 
-// Split 16 values into signed bytes, value = 256 · high + low, four to a word; returns their sum.
-HEADRACE_INLINE int32_t split_bytes(I q, int32_t* high, int32_t* low) {
+// Split 16 values into signed bytes, value = 256 · high + low, four to a word.
+HEADRACE_INLINE void split_bytes(I q, int32_t* high, int32_t* low) {
 #ifdef HEADRACE_AVX512
     const __m512i up = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
     _mm_store_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(up));
     _mm_store_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(q));
-    return _mm512_reduce_add_epi32(q);
 #else
-    int32_t total = 0;
     for (int word = 0; word < LANES / 4; word++) {
         uint32_t ups = 0, downs = 0;
         for (int i = 0; i < 4; i++) {
             const int32_t value = q[4 * word + i], up = (value + 128) >> 8;
-            total += value;
             ups |= static_cast<uint32_t>(up & 255) << (8 * i);
             downs |= static_cast<uint32_t>((value - up * 256) & 255) << (8 * i);
         }
         high[word] = static_cast<int32_t>(ups);
         low[word] = static_cast<int32_t>(downs);
     }
-    return total;
 #endif
 }
 
@@ -132,13 +128,15 @@ inline void quantize_row(const float* x, const Activations& a, int64_t row) {
         const float levels = fine ? 32512.0f : 127.0f;
         const F inverse = splat(most > 1e-33f ? levels / most : 0.0f);  // else the quotient may be infinite
         alignas(64) int32_t high[8], low[8];
-        int32_t total = 0;
+        I totals = izero();
         for (int i = 0; i < a.group; i += LANES) {
             I q = to_int(mul(load(x + at + i), inverse));
             if (mark != mark) q = izero();
             if (!fine) q = shift_left<8>(q);
-            total += split_bytes(q, high + i / 4, low + i / 4);
+            totals = iadd(totals, q);
+            split_bytes(q, high + i / 4, low + i / 4);
         }
+        const int32_t total = isum(totals);
         const float scale = most / 32512.0f + mark, weighted = scale * static_cast<float>(total);
         for (int step = 0; step < steps; step++) {
             out[step * width] = high[step];
@@ -147,7 +145,7 @@ inline void quantize_row(const float* x, const Activations& a, int64_t row) {
         std::memcpy(out + 2 * steps * width, &scale, 4);
         std::memcpy(out + (2 * steps + 1) * width, &weighted, 4);
         out[(2 * steps + 2) * width] = -a.zero * total;
-        out[(2 * steps + 3) * width] = fine;
+        out[(2 * steps + 3) * width] = static_cast<int32_t>(fine) << (row % width);
     }
 }
 
@@ -190,6 +188,9 @@ HEADRACE_INLINE void group_products(const uint8_t* tile, const int32_t* high, co
     }
 }
 
+// With so few of eight rows, their low bytes are multiplied row by row rather than for all.
+constexpr int SPARSE = 4;
+
 // One tile of integer weights times ROWS rows of one block.
 template <int BITS, int GROUP, bool HALF_SCALE, bool OFFSET, bool ZERO, int WIDTH, int ROWS>
 HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const int32_t* words, F* result) {
@@ -206,17 +207,31 @@ HEADRACE_INLINE void integer_tile(const Packed& w, const uint8_t* tile, const in
         // The same group of the next tile, which follows in memory: by the time it is needed it is here.
         for (int line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(tile + groups * GROUP_BYTES + line);
         I up[CHAINS][ROWS], down[CHAINS][ROWS];
-        int32_t fine = 0;
+        uint32_t fine = 0;  // a bit for each row
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             for (int c = 0; c < CHAINS; c++) up[c][r] = down[c][r] = izero();
             if constexpr (ZERO) down[0][r] = isplat(totals[r]);
-            fine |= totals[WIDTH + r];
+            fine |= static_cast<uint32_t>(totals[WIDTH + r]);
         }
-        if (fine)
-            group_products<BITS, STEPS, CHAINS, WIDTH, ROWS, true>(tile, high, low, up, down);
-        else
+        if (fine == 0) {
             group_products<BITS, STEPS, CHAINS, WIDTH, ROWS, false>(tile, high, low, up, down);
+        } else if (ROWS == 8 && __builtin_popcount(fine) <= SPARSE) {
+            group_products<BITS, STEPS, CHAINS, WIDTH, ROWS, false>(tile, high, low, up, down);
+            alignas(64) I extra[ROWS];
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) extra[r] = izero();
+            for (uint32_t left = fine; left; left &= left - 1) {
+                const int r = __builtin_ctz(left);
+                I sums[2][1] = {{izero()}, {izero()}};
+                group_products<BITS, STEPS, 2, WIDTH, 1, false>(tile, low + r, low + r, sums, sums);
+                extra[r] = iadd(sums[0][0], sums[1][0]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) down[0][r] = iadd(down[0][r], extra[r]);
+        } else {
+            group_products<BITS, STEPS, CHAINS, WIDTH, ROWS, true>(tile, high, low, up, down);
+        }
         const uint8_t* at = tile + QUANTS;
         const F scale = HALF_SCALE ? half(reinterpret_cast<const uint16_t*>(at)) : load(reinterpret_cast<const float*>(at));
         F offset = zero();

@@ -52,6 +52,7 @@ HEADRACE_INLINE I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
 HEADRACE_INLINE F as_float(I a) { return _mm512_castsi512_ps(a); }
 HEADRACE_INLINE I as_int(F a) { return _mm512_castps_si512(a); }
 HEADRACE_INLINE float sum(F a) { return _mm512_reduce_add_ps(a); }
+HEADRACE_INLINE int32_t isum(I a) { return _mm512_reduce_add_epi32(a); }
 HEADRACE_INLINE float highest(F a) { return _mm512_reduce_max_ps(a); }
 HEADRACE_INLINE F half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 // 2^n for whole n in [-126, 127].
@@ -107,6 +108,11 @@ HEADRACE_INLINE float sum(F a) {
     for (int i = 0; i < 8; i++) part[i] = a[i] + a[i + 8];
     for (int i = 0; i < 4; i++) part[i] += part[i + 4];
     return (part[0] + part[2]) + (part[1] + part[3]);
+}
+HEADRACE_INLINE int32_t isum(I a) {
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += a[i];
+    return total;
 }
 HEADRACE_INLINE float highest(F a) {
     float best = a[0];

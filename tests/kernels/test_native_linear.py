@@ -199,6 +199,22 @@ def test_what_stands_out_in_one_row_changes_no_bit_of_another(kind: str) -> None
             assert np.array_equal(bits(got), bits(alone[first : first + count])), (count, first)
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in FLOAT_KINDS])
+def test_a_block_gives_the_same_bits_however_many_of_its_rows_stand_out(kind: str) -> None:
+    """Low bytes of few rows are multiplied row by row, those of many together: which way was taken leaves no trace."""
+    w = _coarse(pack(_matrix(kind, 48)))
+    even, uneven = _rows(8, seed=7), _rows(8, seed=7)
+    even[:, 64:96] = np.float32(0.3)
+    uneven[:, 64:96] = np.float32(0.3)
+    uneven[:, 70] = np.float32(40.0)
+    alone = [np.concatenate([ops().linear(w, x[i : i + 1]) for i in range(8)]) for x in (even, uneven)]
+
+    for chosen in range(256):
+        rows = np.array([chosen >> i & 1 for i in range(8)])
+        got = ops().linear(w, np.where(rows[:, None] == 1, uneven, even))
+        assert np.array_equal(bits(got), bits(np.where(rows[:, None] == 1, alone[1], alone[0]))), bin(chosen)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_a_row_of_extremes_beside_coarse_ones_leaves_them_alone(value: float) -> None:
     """What is no number spoils its row; what is merely large does not, though its square is no number."""
