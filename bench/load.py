@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 
@@ -27,13 +28,15 @@ async def model_of(base: str) -> str:
         return str((await http.get("/v1/models")).json()["data"][0]["id"])
 
 
-async def one(base: str, model: str, text: str, tokens: int, timing: Timing | None = None) -> Timing:
-    """Send one request and time it; `timing` is filled meanwhile.
+async def one(
+    base: str, model: str, text: str, tokens: int, timing: Timing | None = None, **fields: Any
+) -> Timing:
+    """Send one request, with more `fields` in its body, and time it; `timing` is filled meanwhile.
 
     Raises:
         LoadFailed: if it fails, shows nothing, or has another number of tokens than asked for.
     """
-    timing = await stream(base, chat(model, text, tokens, seed=None, stream=True), timing=timing)
+    timing = await stream(base, chat(model, text, tokens, seed=None, stream=True) | fields, timing=timing)
     if timing.completion_tokens != tokens:
         raise LoadFailed(f"{timing.completion_tokens} tokens instead of {tokens}")
     if not timing.chunks_at:

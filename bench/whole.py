@@ -54,11 +54,16 @@ def pause(timings: Sequence[Timing], sent_at: float, first_at: float) -> tuple[f
 
 
 async def admitted(server: Server, streams: int, first: int) -> dict[str, Any]:
-    """Send a long prompt among running streams, and look at their gaps."""
+    """Send a long prompt among running streams, and look at their gaps.
+
+    The streams may not end early: past its end mark a model says marks that are no text, and each would show as a gap.
+    """
     seen = [Timing(0.0) for _ in range(streams)]
     texts = [long_text(first + i, SHORT) for i in range(streams)]
     running = [
-        asyncio.create_task(load.one(server.base, server.model, text, RUNNING_TOKENS, timing))
+        asyncio.create_task(
+            load.one(server.base, server.model, text, RUNNING_TOKENS, timing, min_tokens=RUNNING_TOKENS)
+        )
         for text, timing in zip(texts, seen, strict=True)
     ]
     # Once all of them speak, none waits to be admitted any more; some texts of each give the median.

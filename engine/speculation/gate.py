@@ -20,6 +20,7 @@ ALLOWANCE = 0.01  # of all step time
 FIRST_PURSE_S = 0.012
 MAX_PURSE_S = 0.2
 CAUTION = 1.15  # what guesses cost is taken as so much more: of estimates the lucky ones get chosen
+PACE = 2.0  # a step with guesses may take so many times a step without: ids that come in one lump are a pause before it
 MARGIN = 0.02  # of a step: a smaller gain may be an error of the estimates
 MOST_ROWS = 8  # of a step: the kernels compute eight rows at once, and more rows cost what they give
 _KEEP = 0.85  # weight of a sequence's past at each new draft
@@ -159,8 +160,8 @@ class Gate:
                     count += 1
                 if count:
                     plan[key] = count
-            if plan:
-                total = sum(plan.values())
+            total = sum(plan.values())
+            if plan and self._extra(base, total) <= (PACE - 1.0) * step_s:
                 net = gain - total * self._price(base, total) - MARGIN * step_s
                 if net > most:
                     best, most = plan, net
@@ -179,6 +180,9 @@ class Gate:
 
     def _price(self, base: Work, count: int) -> float:
         """Return what one guess costs among `count`, in seconds."""
+        return CAUTION * self._extra(base, count) / count + self._drafting_s
+
+    def _extra(self, base: Work, count: int) -> float:
+        """Return what `count` guesses add to a step, in seconds."""
         context = base.attended / base.tokens
-        extra = self._costs.extra(base, Work(count, count * context)) or 0.0
-        return CAUTION * extra / count + self._drafting_s
+        return self._costs.extra(base, Work(count, count * context)) or 0.0

@@ -186,3 +186,21 @@ def test_nobody_guesses_in_a_crowd() -> None:
 
     assert asked[1]
     assert not asked[MOST_ROWS + 1]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_guesses_never_make_a_step_a_pause(rows: int) -> None:
+    """However sure they are, the step takes at most twice its time: ids that come in one lump are waited for."""
+    machine, costs = Machine(0.008, 0.0012), StepCosts()
+    for count in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 64, 256):
+        for _ in range(9):
+            costs.observe(run_work(100, count), machine.seconds(Work(count, 0)))
+    gate, base = Gate(costs, 8), Work(rows, rows * 100)
+    keys = [Key(f"s{n}", 0) for n in range(rows)]
+    for _ in range(30):
+        gate.settle([(key, 8, 8) for key in keys], base, Work(8 * rows, 800 * rows), machine.seconds(base), 0.0)
+
+    asked = gate.lengths([Candidate(key, 8) for key in keys], base)
+
+    assert asked
+    assert machine.seconds(Work(rows + sum(asked.values()), 0)) <= 2.05 * machine.seconds(base)
