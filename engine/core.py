@@ -37,6 +37,8 @@ from schemas.messages import BlockRef
 __all__ = ["Candidate", "EngineCore", "HeldBlocks", "NeverFits", "StepResult"]
 
 MAX_CANDIDATES = 4096
+AHEAD_TOKENS = 1024  # of a pool, made ready while there is nothing to do
+TOUCHED_AT_ONCE = 4  # blocks: whoever calls waits no longer than that
 
 
 class EngineCore:
@@ -500,6 +502,13 @@ class EngineCore:
         # Blocks in use that preemption cannot free (an upper bound).
         pinned = len(self._lent.blocks()) + self._roster.num_held_blocks + self.pool.num_quarantined
         return pinned + needed + reserve <= self.pool.num_blocks
+
+    def prepare(self) -> bool:
+        """Do a little of what later steps would have to wait for; false if there is nothing of the kind.
+
+        The first write to each page of a pool costs the step more than the page is worth, as its threads meet there.
+        """
+        return self.pool.touch_ahead(AHEAD_TOKENS // BLOCK_TOKENS, TOUCHED_AT_ONCE) > 0
 
     # --- questions ---------------------------------------------------------------------------------
 

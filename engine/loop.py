@@ -94,6 +94,9 @@ class EngineThread:
                 return
             if self._core.has_work:
                 progress = self._step() or progress
+            else:
+                while not self._commands and self._core.prepare():
+                    pass
             self.load = self._core.load()
 
     def _wait(self, progress: bool) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from kvstore.errors import PoolFull
@@ -36,6 +37,7 @@ class BlockPool:
         self._memory = memory
         self._handle = handle
         self._free: deque[int] = deque(range(num_blocks))
+        self._touched = bytearray(num_blocks)
         self._refs = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -93,6 +95,22 @@ class BlockPool:
         """Unlink the file and give the memory back."""
         self._memory.close()
 
+    def touch_ahead(self, ahead: int, limit: int) -> int:
+        """Map the memory of blocks that will be handed out next and were never used; the time for it is while idle.
+
+        Args:
+            ahead: how many of the next free blocks to look at.
+            limit: most blocks to touch now; one of 400 KB takes about a tenth of a millisecond.
+
+        Returns:
+            How many were touched; 0: the next ones are all there.
+        """
+        found = [block for block in islice(self._free, ahead) if not self._touched[block]][:limit]
+        for block in found:
+            self._memory.touch(block * self.block_nbytes, self.block_nbytes)
+            self._touched[block] = 1
+        return len(found)
+
     # --- allocation --------------------------------------------------------------------------------
 
     @property
@@ -136,6 +154,7 @@ class BlockPool:
         for block in out:
             self._refs[block] = 1
             self._generations[block] += 1
+            self._touched[block] = 1
         self._counts["allocated"] += n
         return out
 

@@ -301,3 +301,18 @@ def test_a_pool_that_cannot_be_had_leaves_nothing(tmp_path: Path) -> None:
         make_pool(tmp_path)
     assert Path(pool.handle().path).exists()
     pool.close()
+
+
+def test_blocks_that_come_next_are_touched_once_and_keep_what_they_hold(tmp_path: Path) -> None:
+    """What is used, or was touched before, is left alone; contents never change."""
+    made = BlockPool.create(tmp_path, "touch", 8, 5000, "x", "e", "h")
+    try:
+        made.view()[:] = bytes(range(250)) * 160
+        before = bytes(made.view())
+        made.allocate(3)
+
+        assert [made.touch_ahead(4, 3), made.touch_ahead(4, 3), made.touch_ahead(4, 3)] == [3, 1, 0]
+        assert made.touch_ahead(8, 8) == 1
+        assert bytes(made.view()) == before
+    finally:
+        made.close()
