@@ -17,6 +17,7 @@ from engine.real_runner import load_runner
 from engine.scheduler import Scheduler
 from engine.sequence import Key, Sequence
 from headrace.fetch import default_cache_dir
+from kernels.kv_format import FORMATS
 from kvstore.block import BLOCK_TOKENS, num_blocks_for, root_hash
 from kvstore.pool import DEFAULT_DIRECTORY, BlockPool
 from schemas.record import Sampling
@@ -34,7 +35,8 @@ def make_runner(kind: str, model: Path, threads: int) -> Any:
     """Load a runner.
 
     Args:
-        kind: `native`, `native:BOUND` with another `coarse_below` (0: 16 bits everywhere), or `torch:DTYPE`.
+        kind: `native`, `native:BOUND` with another `coarse_below` (0: 16 bits everywhere), `native:FORMAT` with rounded
+            keys and values (`int8`, `fp8`), or `torch:DTYPE`.
         model: a GGUF file.
         threads: of its kernels.
 
@@ -43,8 +45,10 @@ def make_runner(kind: str, model: Path, threads: int) -> Any:
     """
     name, _, rest = kind.partition(":")
     if name not in ("native", "torch"):
-        raise ValueError(f"{kind!r} is not native, native:BOUND or torch:DTYPE")
+        raise ValueError(f"{kind!r} is not native, native:BOUND, native:FORMAT or torch:DTYPE")
     cache = default_cache_dir().parent  # as nodes have it, so that weights are packed once for both
+    if name == "native" and rest in FORMATS:
+        return NativeRunner(model, threads, cache, kv_format=rest)
     if name == "native" and rest:
         return NativeRunner(model, threads, cache, coarse_below=float(rest))
     return load_runner(model, engine=name, dtype=rest or "auto", threads=threads, cache=cache)
