@@ -225,6 +225,7 @@ class EngineActor(Actor):
             case m.Activated():
                 self.source.on_activated(message)
             case m.TransferDone():
+                self.source.served(message.job)
                 if not self.prefix.on_transfer_done(message):
                     self.on_transfer_done(message)
             case m.KvFound():
@@ -494,9 +495,9 @@ class EngineActor(Actor):
         member = self.context.membership.get(ref)
         return member is None or member.exited
 
-    def neighbour(self, kind: str) -> Ref | None:
-        """An actor of a kind on this host, if one is ready."""
+    def neighbour(self, kind: str, host: str = "") -> Ref | None:
+        """An actor of a kind on this host, or on the one that is named, if one is ready."""
         for member in self.context.membership.members(kind):
-            if member.host == self.context.host and not member.silent:
+            if member.host == (host or self.context.host) and not member.silent:
                 return member.ref
         return None

@@ -1,8 +1,8 @@
 """The store's host tier as an actor: blocks in host memory, indexed by their chained hashes, lent under leases.
 
 It hands out places and never touches bytes: the transfer actor copies, the reader verifies. Its pool is made when the
-first engine shows the layout of its blocks; blocks of another layout are refused. Below it there may be a disk, which
-fills the same memory (`actors.kv_disk`).
+first engine shows the layout of its blocks; blocks of another layout are refused. Below it there may be a disk
+(`actors.kv_disk`) and the stores of other hosts (`actors.kv_remote`), which fill the same memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from actors.kv_disk import DiskConfig, DiskSide
 from actors.kv_events import Announcer
+from actors.kv_remote import RemoteSide
 from kvstore.disk.tier import DiskTier
-from kvstore.formats import stored_form
 from kvstore.pool import BlockPool
 from kvstore.tiers import Found, HostTier
 from runtime.actor import Actor, Context
@@ -24,6 +24,7 @@ from schemas.subjects import Ref
 
 READ_LEASE_S = 3.0
 WRITE_LEASE_S = 10.0
+LENT_LEASE_S = READ_LEASE_S - 0.25  # so long this host serves to others what it lends them
 MAX_FIRST = 64
 MAX_CHECKED = 64  # blocks of one report: some 10 ms; what is bad beyond them is reported when it is used again
 NOBODY = Fence(0, "", 0)
@@ -36,12 +37,20 @@ class KvActor(Actor):
         directory, prefix: where the pool's file lies and how its name begins.
         num_blocks: how many blocks the tier holds; 0 turns it off, and the disk with it.
         disk: what is kept on a disk, and where; nothing if absent.
+        remote: whether to ask the stores of other hosts.
     """
 
     kind: ClassVar[str] = "kv"
 
     def __init__(
-        self, context: Context, *, directory: Path, prefix: str, num_blocks: int, disk: DiskConfig | None = None
+        self,
+        context: Context,
+        *,
+        directory: Path,
+        prefix: str,
+        num_blocks: int,
+        disk: DiskConfig | None = None,
+        remote: bool = False,
     ) -> None:
         super().__init__(context)
         self._directory = directory
@@ -55,6 +64,8 @@ class KvActor(Actor):
         self._disk: DiskSide | None = None
         if disk is not None and num_blocks > 0:
             self._disk = DiskSide(context, disk, answer=self._answer, opened=self._opened)
+        self._remote = RemoteSide(context, answer=self._answer) if remote and num_blocks > 0 else None
+        self._lent: dict[str, Ref] = {}  # tickets of other hosts' stores, and who serves them here
         kinds = (("host",) if num_blocks > 0 else ()) + (("disk",) if self._disk is not None else ())
         self._announcer = Announcer(context, *kinds)
 
@@ -70,6 +81,8 @@ class KvActor(Actor):
         disk = self._disk.unhealthy if self._disk is not None else ""
         unhealthy = "; ".join(filter(None, (self._unhealthy, disk)))
         base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers(), "unhealthy": unhealthy}
+        if self._remote is not None and self._remote.known:
+            base["elsewhere"] = self._remote.known
         if self._pool is None:
             return {**base, "free_blocks": 0, "total_blocks": 0, "blocks_in_use": 0}
         return {
@@ -83,7 +96,8 @@ class KvActor(Actor):
         """The tier's counters."""
         tier = self._tier.statistics() if self._tier is not None else {}
         disk = self._disk.statistics() if self._disk is not None else {}
-        return {**tier, **disk, **self._announcer.statistics()}
+        remote = self._remote.statistics() if self._remote is not None else {}
+        return {**tier, **disk, **remote, "lent_tickets": len(self._lent), **self._announcer.statistics()}
 
     def drain(self) -> None:
         """Leave once the disk has what memory holds, or its time for that is over."""
@@ -104,6 +118,9 @@ class KvActor(Actor):
             case m.KvRelease():
                 if self._disk is not None:
                     self._disk.forget(message.ticket)
+                if self._remote is not None:
+                    self._remote.forget(message.ticket)
+                self._take_back(message.ticket)
                 if self._tier is not None:
                     self._tier.release(message.ticket)
             case m.KvDamaged():
@@ -118,8 +135,12 @@ class KvActor(Actor):
                 self._first = [(held, by) for held, by in self._first if held.ticket != message.ticket]
             case m.KvDumpQuery():
                 self._announcer.on_query(message)
+            case m.KvDump() | m.KvFound() | m.KvLoading():
+                self._from_elsewhere(message, sender)
             case m.TransferDone():
-                if self._tier is not None:
+                if self._remote is not None and self._remote.on_done(message):
+                    self._announcer.announce()
+                elif self._tier is not None:
                     self._tier.absolve(message.job)
             case _:
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
@@ -133,13 +154,47 @@ class KvActor(Actor):
             self._disk.touched(msg.hashes[: len(found.refs)])
             if self._disk.begin(msg, found):
                 return
+        # Another store's question ends here: it asks every host itself.
+        if self._remote is not None and msg.reply.kind != "kv" and self._remote.begin(msg, found):
+            return
         self._answer(msg, found)
+
+    def _from_elsewhere(self, msg: m.Message, sender: Ref | None) -> None:
+        if self._remote is None:
+            return
+        match msg:
+            case m.KvDump():
+                self._remote.index.on_dump(msg, sender)
+            case m.KvFound():
+                self._remote.on_found(msg, sender)
+            case m.KvLoading():
+                self._remote.on_loading(msg)
 
     def _opened(self, disk: DiskTier) -> None:
         self._announcer.attach("disk", disk)
         self._announcer.announce()  # engines do not ask for what they do not know of
 
+    def _lend(self, msg: m.KvLookup, found: Found) -> bool:
+        """Have this host's transfer actor serve what another host's store has found here; false if there is none."""
+        for member in self.context.membership.members("transfer"):
+            if member.host == self.context.host and member.load.get("listens") and self._pool is not None:
+                self._lent[msg.ticket] = member.ref
+                grant = m.TransferGrant(
+                    ticket=msg.ticket, pool=self._pool.handle(), blocks=found.refs, lease_s=LENT_LEASE_S
+                )
+                self.context.send(member.ref, grant)
+                return True
+        return False
+
+    def _take_back(self, ticket: str) -> None:
+        transfer = self._lent.pop(ticket, None)
+        if transfer is not None:
+            self.context.send(transfer, m.TransferGrant(ticket=ticket))
+
     def _answer(self, msg: m.KvLookup, found: Found) -> None:
+        if msg.reply.kind == "kv" and found.refs and not self._lend(msg, found) and self._tier is not None:
+            self._tier.release(msg.ticket)
+            found = Found()
         answer = m.KvFound(
             ticket=msg.ticket,
             pool=self._pool.handle() if found.refs and self._pool is not None else None,
@@ -161,7 +216,7 @@ class KvActor(Actor):
                 self.context.send(msg.reply, refused)
             return
         handle = self._pool.handle()
-        if (handle.layout, handle.block_nbytes) != stored_form(msg.pool.layout, msg.pool.block_nbytes):
+        if (handle.layout, handle.block_nbytes) != (msg.pool.layout, msg.pool.block_nbytes):
             self.context.send(msg.reply, refused)
             return
         if self._disk is not None:
@@ -174,15 +229,14 @@ class KvActor(Actor):
 
     async def _make(self, like: m.PoolHandle) -> None:
         """Allocate the tier's memory off the loop; without room for it the tier stays off, and says so."""
-        layout, block_nbytes = stored_form(like.layout, like.block_nbytes)
 
         def create() -> BlockPool:
             return BlockPool.create(
                 self._directory,
                 self._pool_name,
                 self._num_blocks,
-                block_nbytes,
-                layout,
+                like.block_nbytes,
+                like.layout,
                 self.ref.epoch,
                 self.context.host,
             )
@@ -197,18 +251,29 @@ class KvActor(Actor):
             self._announcer.attach("host", self._tier)
             if self._disk is not None:
                 self._disk.open(self._tier)
+            if self._remote is not None:
+                self._remote.open(self._tier)
         finally:
             self._making = False
         first, self._first = self._first, []
         for msg, sender in first:
             self._reserve(msg, sender)
 
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """Fetches may be over, of other stores or by the transfer actor."""
+        if self._remote is not None:
+            self._remote.member_down(ref, reason)
+
     def tick(self) -> None:
         """End leases; a writer whose lease is over must confirm that it is done before its blocks are lent again."""
         self._announcer.tick(self.clock.now())
         if self._tier is None:
             return
+        if self._remote is not None:
+            self._remote.tick(self.clock.now())
         self._tier.expire(self.clock.now())
+        for ticket in [ticket for ticket in self._lent if not self._tier.reading(ticket)]:
+            self._take_back(ticket)
         if self._disk is not None:
             self._disk.tick(self.clock.now())
         for ticket in self._tier.unconfirmed:

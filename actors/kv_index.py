@@ -1,4 +1,4 @@
-"""A node's copy of what the stores of its host hold: hints, so that nobody is asked for what is not there.
+"""A node's copy of what stores hold, of its own host or of the others: hints, so that nobody is asked in vain.
 
 Joining a tier is: listen to its events, ask for a dump, apply the events that are newer. A missing number, shown by the
 next event or by a heartbeat, is healed by asking for a dump again; until then the tier is not `complete`, and whoever
@@ -44,14 +44,15 @@ class _Tier:
 
 
 class KvIndex:
-    """Follows every tier of every store on this host.
+    """Follows every tier of every store on this host, or with `others` of every store on all other hosts.
 
     Bounded: `capacity` blocks per tier, beyond which the oldest chains lose their tails (missed hints); `MAX_TIERS`
     tiers, beyond which a tier is not followed (its owner is asked as if there were no index).
     """
 
-    def __init__(self, context: Context, *, capacity: int = 1_000_000) -> None:
-        self._context = context
+    def __init__(self, context: Context, *, capacity: int = 1_000_000, others: bool = False) -> None:
+        self._context, self._others = context, others
+        self._heard: dict[str, bool] = {}  # hosts: whether their events are listened to already
         self._index = BlockIndex(capacity)
         self._tiers: dict[str, _Tier] = {}
         self._expected: OrderedDict[tuple[Ref, bytes], float] = OrderedDict()
@@ -59,7 +60,12 @@ class KvIndex:
 
     async def start(self) -> None:
         """Listen to events; dumps are asked for at the ticks that follow."""
-        await self._context.subscribe(kv_events(self._context.host), self._on_events)
+        if not self._others:
+            await self._listen(self._context.host)
+
+    async def _listen(self, host: str) -> None:
+        await self._context.subscribe(kv_events(host), self._on_events)
+        self._heard[host] = True
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -67,6 +73,14 @@ class KvIndex:
         """Whether all tiers of this store are known, up to events on their way."""
         kinds = self._announced(store)
         return kinds is not None and all(self._index.ready(_name(store, kind)) for kind in kinds)
+
+    def stores(self) -> list[Ref]:
+        """Return the stores that are followed, complete or not."""
+        return list(dict.fromkeys(tier.owner for tier in self._tiers.values()))
+
+    def __len__(self) -> int:
+        """How many hints there are."""
+        return int(self._index.statistics()["hashes"])
 
     def prefix(self, store: Ref, hashes: Sequence[bytes]) -> int:
         """Return how many of the first hashes this store has, in any of its tiers, or is about to have."""
@@ -103,7 +117,13 @@ class KvIndex:
         """Follow whoever is there, ask again where an answer is missing, forget whoever is gone."""
         membership = self._context.membership
         for member in membership.members("kv", states=("ready", "draining")):
-            if member.host == self._context.host:
+            if (member.host == self._context.host) == self._others:
+                continue
+            if member.host not in self._heard and len(self._heard) < MAX_TIERS:
+                self._heard[member.host] = False
+                # What comes before the subscription is in the dump, which is asked for afterwards.
+                self._context.spawn(self._listen(member.host), name=f"follow the store of {member.host}")
+            if self._heard.get(member.host):
                 for kind, number in (self._announced(member.ref) or {}).items():
                     self._watch(member.ref, kind, number, now)
         for owner in {tier.owner for tier in self._tiers.values()}:

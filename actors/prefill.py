@@ -2,6 +2,8 @@
 
 `Reserve` goes out when the prompt begins, so that the answer is there when it is computed. Blocks stay pinned until
 `Activated`: only then does the other engine have them for sure. Everything unanswered is repeated.
+
+A destination on another host fetches: its transfer actor gets the job, and the one here serves the blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 RESERVE_RESEND_S = 0.3
 JOB_RESEND_S = 0.5
+SERVE_S = 10.0  # renewed with each repeat of the job
+MAX_SERVED = 4096
 
 
 class Source:
@@ -28,6 +32,7 @@ class Source:
 
     def __init__(self, engine: EngineActor) -> None:
         self._engine = engine
+        self._served: dict[str, Ref] = {}  # jobs to other hosts, and who serves their blocks here
 
     def reserve(self, work: Work) -> None:
         """Ask the destination for blocks, for every part that has none."""
@@ -96,10 +101,12 @@ class Source:
             # know, would write over what was added since. A new try gets new blocks.
             engine.fail(work, Unavailable("the transfer actor of this hand-off is gone", code="transfer_lost"))
             return
-        transfer = part.transfer or engine.neighbour("transfer")
         pool = part.reserved.pool
+        transfer = part.transfer or (engine.neighbour("transfer", pool.host) if pool is not None else None)
         if transfer is None or pool is None or engine.pool is None or work.decode is None:
             return  # repeated by `tick`
+        if pool.host != engine.context.host:
+            self._serve(work.job(part), part.held_blocks.refs)
         part.transfer = transfer
         engine.destination.expect_job(work.job(part), transfer)
         job = m.TransferJob(
@@ -120,6 +127,24 @@ class Source:
             cached_tokens=work.cached[part.choices[0] // work.record.n],
         )
         engine.context.send(transfer, job)
+
+    def _serve(self, job: str, refs: list[m.BlockRef]) -> None:
+        """Have the transfer actor of this host serve a hand-off's blocks to that of the destination's host."""
+        engine = self._engine
+        here = engine.neighbour("transfer")
+        if here is None or engine.pool is None:
+            return  # the job fails, or is repeated
+        self._served[job] = here
+        while len(self._served) > MAX_SERVED:
+            del self._served[next(iter(self._served))]
+        grant = m.TransferGrant(ticket=job, pool=engine.pool.handle(), blocks=refs, lease_s=SERVE_S)
+        engine.context.send(here, grant)
+
+    def served(self, job: str) -> None:
+        """A job is over: its blocks are served no longer."""
+        here = self._served.pop(job, None)
+        if here is not None:
+            self._engine.context.send(here, m.TransferGrant(ticket=job))
 
     def on_transfer_done(self, msg: m.TransferDone) -> None:
         """The copy is over. A failed one ends this try; the owner places the request again."""

@@ -112,15 +112,28 @@ class PrefixStore:
             return
         hashes, parents = got
         # Complete up to events on their way: what it does not know yet is computed, as if it had been stored later.
-        if self.index.complete(kv) and self.index.prefix(kv, hashes[:MIN_BLOCKS]) < MIN_BLOCKS:
+        known = not self.index.complete(kv) or self.index.prefix(kv, hashes[:MIN_BLOCKS]) >= MIN_BLOCKS
+        if not known and not self._elsewhere(kv):
             self._skipped.inc()
             self._add(work, sequences)
             return
         until = self._engine.clock.now() + LOOKUP_LIMIT_S
         ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
         self._loads[ticket] = _Load(work, sequences, hashes, until, kv)
-        lookup = m.KvLookup(ticket=ticket, hashes=hashes, parents=parents, reply=self._engine.ref)
+        lookup = m.KvLookup(
+            ticket=ticket, hashes=hashes, parents=parents, reply=self._engine.ref, block_s=self._block_s()
+        )
         self._engine.context.send(kv, lookup)
+
+    def _elsewhere(self, kv: Ref) -> bool:
+        """Whether this host's store knows of blocks on other hosts."""
+        member = self._engine.context.membership.get(kv)
+        return member is not None and bool(member.load.get("elsewhere"))
+
+    def _block_s(self) -> float:
+        """What a block of a prompt costs here, as the last steps tell: a fetch must be sooner."""
+        thread = self._engine.thread
+        return 0.0 if thread is None else BLOCK_TOKENS * float(thread.statistics.get("step_token_s", 0.0))
 
     def _add(self, work: Work, sequences: list[Sequence]) -> None:
         def add(core: EngineCore) -> None:

@@ -1,4 +1,7 @@
-"""The transfer hop: moves blocks between pools of one host and verifies them. One per host; a job is a transaction.
+"""The transfer hop: moves blocks between pools and verifies them. One per host; a job is a transaction.
+
+Pools of this host are mapped; a source on another one is fetched from (`actors.transfer_peers`), by the transfer actor
+of the host that the blocks go to.
 
 A repeated job is answered again, not done again. After `TransferAbort` is answered no write of that job can follow,
 also if the job itself arrives later.
@@ -12,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvstore.errors import KvError
+from actors.transfer_peers import PeerConfig, Peers
+from kvstore.errors import KvError, TransferCorrupt
 from kvstore.handoff import copy_blocks
 from kvstore.shm import attach
 from runtime.actor import Actor, Context
@@ -36,8 +40,9 @@ class TransferActor(Actor):
 
     kind: ClassVar[str] = "transfer"
 
-    def __init__(self, context: Context, *, threads: int = 1) -> None:
+    def __init__(self, context: Context, *, threads: int = 1, peers: PeerConfig | None = None) -> None:
         super().__init__(context)
+        self._peers = Peers(context, peers or PeerConfig("off"))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="transfer")
         self._running: dict[str, _Running] = {}
         self._over: OrderedDict[str, tuple[m.TransferDone, m.Transferred | None]] = OrderedDict()
@@ -45,7 +50,6 @@ class TransferActor(Actor):
         telemetry = context.telemetry
         self._bytes = telemetry.counter("transfer_bytes_total", "Bytes copied and verified")
         self._jobs = telemetry.counter("transfer_jobs_total", "Jobs by how they ended", ("outcome",))
-        self._packed = telemetry.counter("transfer_packed_blocks_total", "Blocks packed for a store, or unpacked")
         self._seconds = telemetry.histogram(
             "transfer_seconds", "Time to copy and verify one job",
             buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1, 0.5),
@@ -56,6 +60,7 @@ class TransferActor(Actor):
         for running in self._running.values():
             running.stop = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._peers.stop)
 
     @property
     def idle(self) -> bool:
@@ -65,7 +70,20 @@ class TransferActor(Actor):
     def load(self) -> dict[str, Any]:
         """Jobs in progress."""
         requests = [r.job.request_id for r in self._running.values()][:64]
-        return {"running": len(self._running), "waiting": 0, "requests": requests}
+        load: dict[str, Any] = {"running": len(self._running), "waiting": 0, "requests": requests}
+        return {**load, "listens": self._peers.address} if self._peers.address else load
+
+    def statistics(self) -> dict[str, float]:
+        """What goes to and comes from other hosts."""
+        return self._peers.statistics()
+
+    def tick(self) -> None:
+        """Listen for other hosts when it is time to."""
+        self._peers.tick(self.clock.now())
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """What it lent is served no longer, and nothing is fetched from it."""
+        self._peers.member_down(ref, reason)
 
     def receive(self, message: m.Message, sender: Ref | None) -> None:
         """Take a job, or give one up."""
@@ -75,6 +93,12 @@ class TransferActor(Actor):
             case m.TransferAbort():
                 if sender is not None:
                     self._abort(message, sender)
+            case m.TransferGrant():
+                self._peers.on_grant(message)
+            case m.PeerQuery():
+                self._peers.on_query(message)
+            case m.PeerKey():
+                self._peers.on_key(message, sender)
             case _:
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 
@@ -105,10 +129,15 @@ class TransferActor(Actor):
         began, wall = self.clock.now(), self.clock.wall()
         error: HeadraceError | None = None
         checksums: list[int] = []
+        here = job.source_pool.host == self.context.host
         try:
-            checksums = await asyncio.get_running_loop().run_in_executor(self._pool, _copy, running)
-        except (KvError, OSError) as exc:
-            error = Unavailable(f"blocks could not be moved: {exc}", code="transfer_failed")
+            if here:
+                checksums = await asyncio.get_running_loop().run_in_executor(self._pool, _copy, running)
+            else:
+                checksums = await self._peers.fetch(job, lambda: running.stop)
+        except (KvError, OSError, ValueError) as exc:
+            code = "corrupt_block" if isinstance(exc, TransferCorrupt) and not here else "transfer_failed"
+            error = Unavailable(f"blocks could not be moved: {exc}", code=code)
         elapsed = self.clock.now() - began
         if job.expected and not error and checksums != job.expected:
             error = Unavailable("a stored block is not what was stored", code="corrupt_block")
@@ -136,8 +165,6 @@ class TransferActor(Actor):
         del self._running[job.job]
         self._remember(job.job, done, moved, job.dest)
         self._bytes.inc(nbytes)
-        if error is None and job.source_pool.layout != job.dest_pool.layout:
-            self._packed.inc(len(job.source_blocks))
         self._seconds.observe(elapsed)
         self._jobs.labels(error.code or "error" if error else "ok").inc()
         if job.traceparent:

@@ -83,7 +83,7 @@ async def build_node(
     stream = await bus_access.connect(settings, clock=clock, name=f"{name}-stream", on_closed=lost)
     node = Node(
         name,
-        socket.gethostname(),
+        settings.host or socket.gethostname(),
         control=control,
         stream=stream,
         clock=clock,
@@ -155,8 +155,17 @@ def _detokenize(context: Context, *, parts: Parts) -> Actor:
 
 def _transfer(context: Context, *, parts: Parts) -> Actor:
     from actors.transfer import TransferActor
+    from actors.transfer_peers import PeerConfig
 
-    return TransferActor(context)
+    settings = parts.settings
+    match settings.kv_listen:
+        case "off":
+            peers = PeerConfig("off")
+        case "auto":
+            peers = PeerConfig("auto", bus_access.own_address(settings.bus_url), settings.kv_advertise)
+        case bind:
+            peers = PeerConfig("on", bind, settings.kv_advertise)
+    return TransferActor(context, peers=peers)
 
 
 def _kv(context: Context, *, parts: Parts) -> Actor:
@@ -176,6 +185,7 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
         prefix=settings.pool_prefix,
         num_blocks=settings.num_host_blocks,
         disk=disk if settings.kv_disk_dir else None,
+        remote=settings.kv_listen != "off",
     )
 
 
@@ -229,7 +239,6 @@ def _runner(parts: Parts, now: Callable[[], float]) -> Runner:
         threads=threads_per_engine(parts.settings),
         cache=served.cache_root(parts.settings),
         now=now,
-        kv_format=parts.settings.kv_format,
     )
 
 

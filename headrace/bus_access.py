@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
@@ -21,6 +23,19 @@ FIRST_TRY_S = 2.0
 
 class BusAccessError(Exception):
     """Raised when the bus credentials in the settings cannot be used."""
+
+
+def own_address(bus_url: str) -> str:
+    """Return the address of this machine from which it reaches the bus; that of the machine itself if it cannot."""
+    first = urlsplit(bus_url.split(",")[0].strip())
+    try:
+        found = socket.getaddrinfo(first.hostname or "localhost", first.port or 4222, type=socket.SOCK_DGRAM)
+        family, kind, number, _, address = found[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.connect(address)  # chooses a route; nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:

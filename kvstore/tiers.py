@@ -286,6 +286,10 @@ class HostTier:
                 self.pool.free([header.block])  # was condemned while it was being read
         return True
 
+    def reading(self, ticket: str) -> bool:
+        """Whether this read lease is in force."""
+        return ticket in self._reads
+
     def verify(self, digest: bytes) -> bool:
         """Whether a block is stored with the bytes that its header promises; one that is not goes."""
         header = self._stored.get(digest)

@@ -121,10 +121,16 @@ class SeededClock:
         self.tasks = Tasks()
         self._random = random.Random(seed)
         self._wall_at_zero = wall_at_zero
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def now(self) -> float:
-        """Seconds on the running loop's clock."""
-        return asyncio.get_running_loop().time()
+        """Seconds on the running loop's clock; in a thread, on that of the loop that asked last."""
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            if self._loop is None:
+                raise
+        return self._loop.time()
 
     def wall(self) -> float:
         """Unix seconds; `wall_at_zero` at loop time 0."""

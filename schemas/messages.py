@@ -255,6 +255,7 @@ class TransferJob(RequestMessage):
     dest_blocks: list[BlockRef]
     first: list[list[Any]] = []  # per choice of the part: [id, logprob]
     expected: list[int] = []  # xxh3 of each source block where it is known already
+    ticket: str = ""  # under which a source on another host serves the blocks; empty: the job's name
     num_tokens: int = 0
     cached_tokens: int = 0
 
@@ -274,6 +275,28 @@ class TransferDone(RequestMessage):
     checksums: list[int] = []
     nbytes: int = 0
     elapsed_s: float = 0.0
+
+
+class TransferGrant(Message):
+    """The owner of a pool lends blocks under a ticket: serve them to other hosts for `lease_s`, or (none) no longer."""
+
+    ticket: str
+    pool: PoolHandle | None = None
+    blocks: list[BlockRef] = []
+    lease_s: float = 0.0
+
+
+class PeerQuery(Message):
+    """A transfer actor of another host wants to fetch; answered with `PeerKey`."""
+
+    reply: RefField
+
+
+class PeerKey(Message):
+    """Where a host serves blocks, and the key that both sides of a connection must know. For one mailbox alone."""
+
+    address: str
+    key: bytes
 
 
 class Transferred(RequestMessage):
@@ -305,6 +328,7 @@ class KvLookup(Message):
     parents: list[bytes] = []
     reply: RefField
     deadline: float = 0.0
+    block_s: float = 0.0  # seconds that the asker takes to compute a block; 0: not known
 
 
 class KvFound(Message):

@@ -54,6 +54,9 @@ class Settings(BaseSettings):
     prefill: Count = Field(0, description="engines in the prefill role")
     decode: Count = Field(2, description="engines in the decode role; without prefill they run prompts too")
     both: Count = Field(0, description="engines in both roles at once")
+    host: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="name of this machine on the bus; empty: its host name"
+    )
     isolate: bool = Field(False, description="one process per actor")
     threads: int = Field(0, ge=0, le=1024, description="most threads of an engine; 0: one per core")
     affinity: Literal["none", "spread"] = Field("none", description="spread: each engine on its own part of the cores")
@@ -81,15 +84,16 @@ class Settings(BaseSettings):
     # Engines
     pool_tokens: int = Field(8192, ge=16, description="tokens of KV per engine; rounded down to blocks of 16")
     host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
-    kv_format: Literal["raw", "int8", "fp8"] = Field(
-        "raw", description="raw: exact | int8, fp8: KV rounded to 8 bits, half the bytes in host memory and on disk"
-    )
     kv_disk_dir: str = Field("", description="directory of the store's disk tier, owned by one process; empty: none")
     kv_disk_bytes: int = Field(8_589_934_592, ge=0, description="most bytes that the disk tier takes")
     kv_disk_admission: Literal["second-touch", "all"] = Field(
         "second-touch", description="blocks worth a place on disk: second-touch (used twice) | all"
     )
     kv_disk_sync: bool = Field(False, description="wait for the disk before a block counts as stored there")
+    kv_listen: str = Field(
+        "auto", description="where other hosts fetch stored KV: off | auto (once there is one) | HOST[:PORT]"
+    )
+    kv_advertise: str = Field("", description="host by which others reach kv_listen, where it is another one")
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
     parking_tokens: int = Field(4096, ge=0, description="tokens of KV in host memory for preempted sequences; 0: none")
@@ -138,10 +142,11 @@ class Settings(BaseSettings):
     def _runs_something(self) -> Settings:
         if self.both == 0 and self.decode == 0:
             raise ValueError("decode and both are 0: nothing could answer a request")
+        if self.kv_listen.rpartition(":")[0] in ("0.0.0.0", "[::]") or self.kv_listen in ("0.0.0.0", "[::]"):
+            if not self.kv_advertise:
+                raise ValueError("kv_listen on all addresses needs kv_advertise: the host that others connect to")
         if (self.speculation == "draft-model") != bool(self.draft_model):
             raise ValueError("speculation by draft-model and the path in draft_model belong together")
-        if self.kv_format != "raw" and (not self.real_engine or self.dtype == "float32"):
-            raise ValueError("kv_format rounds the KV of a model in bfloat16: other engines and float32 keep it raw")
         return self
 
     @property

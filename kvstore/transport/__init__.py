@@ -1,1 +1,1 @@
-"""Blocks between hosts: one interface (`base`), TCP built in (`tcp_client`, `tcp_server`), NIXL as an extra."""
+"""Blocks between hosts: one interface (`base`), and TCP behind it (`protocol`, `tcp_client`, `tcp_server`)."""

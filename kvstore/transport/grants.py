@@ -11,7 +11,7 @@ from schemas.messages import BlockRef, PoolHandle
 MAX_GRANTS = 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Grant:
     """Blocks of one pool; generations by index. The owner keeps them until `until`, seconds of the clock here."""
 
@@ -42,9 +42,13 @@ class Grants:
         return len(self._grants)
 
     def give(self, ticket: str, pool: PoolHandle, blocks: Sequence[BlockRef], until: float) -> bool:
-        """Serve these blocks from now on; false if the table is full."""
+        """Serve these blocks from now on; false if the table is full. The same blocks again renew the grant."""
         grant = Grant(pool, {ref.index: ref.generation for ref in blocks}, until)
         with self._changed:
+            known = self._grants.get(ticket)
+            if known is not None and (known.pool, known.generations) == (pool, grant.generations):
+                known.until = until  # who is being served goes on
+                return True
             if ticket not in self._grants and len(self._grants) >= self._capacity:
                 self.refused += 1
                 return False

@@ -61,7 +61,7 @@ class TcpServer:
         self._accepting: threading.Thread | None = None
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
-        self._stopping = False
+        self._stop = threading.Event()
         self._counts = dict.fromkeys("connections strangers turned_away requests served failed bytes".split(), 0)
 
     def start(self) -> int:
@@ -81,7 +81,7 @@ class TcpServer:
 
     def stop(self) -> None:
         """Close every connection; returns when no thread serves any more."""
-        self._stopping = True
+        self._stop.set()
         if self._socket is not None and self._accepting is not None:
             _shut(self._socket)  # ends a wait for the next client
             self._accepting.join(2 * STALL_S)
@@ -105,17 +105,18 @@ class TcpServer:
     # --- connections ----------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._stopping:
+        while not self._stop.is_set():
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
             except OSError:
-                if self._stopping or listener.fileno() < 0:
+                # That client has gone, or there is no descriptor for it: then it is no use to ask again at once.
+                if self._stop.wait(POLL_S):
                     return
-                continue  # that client has gone, or there is no descriptor for it
+                continue
             with self._lock:
-                if self._stopping or len(self._threads) >= self._max:
+                if self._stop.is_set() or len(self._threads) >= self._max:
                     self._counts["turned_away"] += 1
                     connection.close()
                     continue
@@ -160,7 +161,7 @@ class TcpServer:
                 data = connection.recv(nbytes - len(out))
             except TimeoutError:
                 waited += POLL_S
-                if self._stopping or waited >= limit_s:
+                if self._stop.is_set() or waited >= limit_s:
                     raise _Over from None
                 continue
             if not data:
@@ -225,7 +226,7 @@ class TcpServer:
             except BlockingIOError:
                 if not writable.poll(POLL_S * 1000):
                     waited += POLL_S
-                    if self._stopping or waited >= STALL_S or not self._grants.holds(ticket, grant):
+                    if self._stop.is_set() or waited >= STALL_S or not self._grants.holds(ticket, grant):
                         raise _Over from None
                 continue
             if sent == 0:

@@ -21,6 +21,7 @@ from actors.kv import KvActor
 from actors.kv_disk import DiskConfig
 from actors.tokenize import TokenizeActor
 from actors.transfer import TransferActor
+from actors.transfer_peers import PeerConfig
 from engine.core import EngineCore
 from engine.live import StepResult
 from engine.plan import Runner
@@ -148,6 +149,7 @@ class Fleet:
         self.system = system
         self.whole_below = whole_below  # 0: every request takes every hop
         self.disk: DiskConfig | None = None
+        self.hosts: dict[str, str] = {}  # of nodes that are not on the first host
         self.directory = directory
         self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
@@ -158,7 +160,7 @@ class Fleet:
     def make(self, kind: str, number: int) -> Node:
         """Make a node; a second one of that name is a new incarnation."""
         name = f"{kind}-{number}"
-        node = self.nodes[name] = self.system.node(name)
+        node = self.nodes[name] = self.system.node(name, host=self.hosts.get(name, "host-a"))
         for each in LIGHT if kind == "light" else (kind,):
             node.add(each, str(number), lambda context, each=each: self._actor(each, context))
         return node
@@ -172,9 +174,12 @@ class Fleet:
             case "detokenize":
                 return DetokenizeActor(context, load_vocabulary=ByteText)
             case "transfer":
-                return TransferActor(context)
+                return TransferActor(context, peers=PeerConfig() if self.hosts else None)
             case "kv":
-                return KvActor(context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=self.disk)
+                return KvActor(
+                    context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=self.disk,
+                    remote=bool(self.hosts),
+                )  # fmt: skip
             case _:
                 return SteppedEngineActor(
                     context, role=kind, make_runner=self.make_runner, directory=self.directory,
@@ -335,6 +340,7 @@ async def fleet(
     make_runner: Callable[[], Runner] = lambda: ScriptedRunner(SCRIPT),
     whole_below: int = 0,
     disk: DiskConfig | None = None,
+    hosts: dict[str, str] | None = None,
     **layout: int,
 ) -> AsyncIterator[Fleet]:
     """Start an instance, two of whatever may be killed; errors in handlers are raised at the end."""
@@ -343,6 +349,7 @@ async def fleet(
     async with MemorySystem(clock=clock) as system:
         made = Fleet(system, directory, make_runner, whole_below)
         made.disk = disk
+        made.hosts = hosts or {}
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):
                 made.make(kind, number)

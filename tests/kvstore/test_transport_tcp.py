@@ -514,3 +514,18 @@ class relay:
                     client.sendall(data)
                 except OSError:
                     return
+
+
+def test_a_grant_that_is_renewed_is_the_same_one_and_another_is_not(sides: Sides) -> None:
+    """A repeated job renews it while it is read; other blocks under its ticket end it for its reader."""
+    sides.give(until=1.0)
+    grant = sides.grants.wait(TICKET, 0.0)
+    assert grant is not None
+    sides.now = 0.9
+    sides.give(until=2.0)
+    sides.now = 1.5
+    assert sides.grants.holds(TICKET, grant)
+
+    sides.give(until=2.0, refs=sides.from_[:3])
+
+    assert not sides.grants.holds(TICKET, grant)

@@ -1,0 +1,291 @@
+"""The stores of other hosts, as a tier below this host's own: a lookup that misses here goes on there.
+
+The host's `kv` actor does this and not the engines: one index of the other stores per host, one fetch for all who want
+the same blocks, and what comes lies in host memory for the next one; on a host without others nothing is added to any
+path. A fetch is: ask the other store for a read lease, reserve staging in host memory here, let this host's transfer
+actor fetch into it, commit, give the lease back, answer. The engine is told to wait meanwhile (`KvLoading`), as for the
+disk. Whatever goes wrong is a miss, and a host that fails is left alone for a while. Staging is never given back before
+the transfer actor has said that it is done, or its exit is confirmed (R10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.kv_index import KvIndex
+from actors.remote_cost import Way, worth
+from kvstore.tiers import Found, HostTier
+from runtime.actor import Context
+from schemas import messages as m
+from schemas.record import Fence
+from schemas.subjects import Ref
+
+ASK_LIMIT_S = 0.25
+LOAD_LIMIT_S = 1.0  # then a lookup is answered with what there is
+FETCH_LIMIT_S = 2.5  # then the fetch is given up: the other store's lease is about to end
+STAGING_LEASE_S = 30.0
+READ_LEASE_S = 3.0
+RESEND_S = 0.5
+MAX_FETCHES = 8
+PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+NOBODY = Fence(0, "", 0)
+
+
+@dataclass(slots=True)
+class _Waiter:
+    msg: m.KvLookup
+    held: int
+    until: float
+
+
+@dataclass(slots=True)
+class _Fetch:
+    ticket: str
+    held: int  # blocks of the chain that were here already
+    hashes: list[bytes]  # of the whole chain, as far as the other store is asked for
+    parents: list[bytes]
+    store: Ref
+    host: str
+    began: float
+    until: float  # for the store's answer; then for the copy
+    waiters: dict[str, _Waiter] = field(default_factory=dict)
+    transfer: Ref | None = None
+    message: m.TransferJob | m.TransferAbort | None = None  # repeated until the transfer actor is done
+    next_send: float = 0.0
+
+    @property
+    def first(self) -> bytes:
+        return self.hashes[self.held]
+
+
+class RemoteSide:
+    """Fetches of one host's store from those of others.
+
+    Args:
+        context: of the `kv` actor.
+        answer: sends the answer to a lookup.
+    """
+
+    def __init__(self, context: Context, *, answer: Callable[[m.KvLookup, Found], None]) -> None:
+        self._context, self._answer = context, answer
+        self.index = KvIndex(context, others=True)
+        self._host: HostTier | None = None
+        self._fetches: dict[str, _Fetch] = {}
+        self._loading: dict[bytes, _Fetch] = {}  # by the first hash that is fetched
+        self._waiting: dict[str, _Fetch] = {}  # by a lookup's ticket
+        self._ways: dict[str, Way] = {}
+        self._paused: dict[str, tuple[float, float]] = {}  # host: until when, and for how long the next time
+        self._number = 0
+        self._counts = dict.fromkeys("fetches fetched bytes failures late joined dearer".split(), 0)
+
+    def open(self, host: HostTier) -> None:
+        """There is host memory to fetch into."""
+        self._host = host
+
+    # --- questions ------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> int:
+        """How many blocks other hosts are known to have: where there are some, engines ask even if all is new here."""
+        return len(self.index) if self._host is not None and self._serving() else 0
+
+    def _serving(self) -> set[str]:
+        members, here = self._context.membership.members("transfer"), self._context.host
+        return {member.host for member in members if member.host != here and member.load.get("listens")}
+
+    def begin(self, msg: m.KvLookup, found: Found) -> bool:
+        """Whether a lookup goes on on another host; it is answered later then, with its lease as it is until then."""
+        held, host = len(found.refs), self._host
+        hashes, parents = msg.hashes[held:], msg.parents[held:]
+        if host is None or not hashes or len(hashes) != len(parents) or msg.ticket in self._waiting:
+            return False
+        now = self._context.clock.now()
+        fetch = self._loading.get(hashes[0])
+        if fetch is not None:
+            self._counts["joined"] += 1
+        else:
+            fetch = self._start(msg, held, host, now)
+        if fetch is None:
+            return False
+        fetch.waiters[msg.ticket] = _Waiter(msg, held, now + LOAD_LIMIT_S)
+        self._waiting[msg.ticket] = fetch
+        self._context.send(msg.reply, m.KvLoading(ticket=msg.ticket, wait_s=LOAD_LIMIT_S))
+        return True
+
+    def _start(self, msg: m.KvLookup, held: int, host: HostTier, now: float) -> _Fetch | None:
+        best = self._best(msg, held, host.pool.block_nbytes, now)
+        if best is None or len(self._fetches) >= MAX_FETCHES:
+            return None
+        store, name, count = best
+        self._number += 1
+        ref, stop = self._context.ref, held + count
+        ticket = f"{ref.id}.{ref.epoch}.far.{self._number}"
+        hashes, parents = msg.hashes[:stop], msg.parents[:stop]
+        fetch = _Fetch(ticket, held, hashes, parents, store, name, now, now + ASK_LIMIT_S)
+        self._fetches[ticket] = self._loading[fetch.first] = fetch
+        self._counts["fetches"] += 1
+        self._context.send(store, m.KvLookup(ticket=ticket, hashes=hashes[held:], parents=parents[held:], reply=ref))
+        return fetch
+
+    def _best(self, msg: m.KvLookup, held: int, block_nbytes: int, now: float) -> tuple[Ref, str, int] | None:
+        """The store that is worth most, and how many blocks to ask it for."""
+        best, seconds = None, 0.0
+        membership, serving = self._context.membership, self._serving()
+        for store in self.index.stores():
+            member = membership.get(store)
+            if member is None or not member.up or member.host not in serving:
+                continue
+            if now < self._paused.get(member.host, (0.0, 0.0))[0]:
+                continue
+            known = self.index.prefix(store, msg.hashes[held:])
+            way = self._ways.get(member.host, Way())
+            count = worth(known, block_nbytes, way, msg.block_s, LOAD_LIMIT_S / 2)
+            self._counts["dearer"] += known > 0 and count == 0
+            took = way.seconds(count * block_nbytes) - count * (msg.block_s or 1.0)
+            if count and (best is None or took < seconds):
+                best, seconds = (store, member.host, count), took
+        return best
+
+    # --- a fetch --------------------------------------------------------------------------------
+
+    def on_found(self, msg: m.KvFound, sender: Ref | None) -> None:
+        """The other store lends blocks, or has none (any more): let them be fetched."""
+        fetch, host, now = self._fetches.get(msg.ticket), self._host, self._context.clock.now()
+        if fetch is None or host is None or fetch.store != sender:
+            if msg.blocks and sender is not None:
+                self._context.send(sender, m.KvRelease(ticket=msg.ticket))
+            return
+        if fetch.message is not None:
+            return
+        count = min(len(msg.blocks), len(fetch.hashes) - fetch.held)
+        transfer = self._transfer()
+        if count == 0 or msg.pool is None or len(msg.checksums) != len(msg.blocks) or transfer is None:
+            self._end(fetch, failed=False)
+            return
+        stop = fetch.held + count
+        writer = str(self._context.ref)
+        staging = host.reserve(
+            fetch.ticket, fetch.hashes[:stop], fetch.parents[:stop], now, now + STAGING_LEASE_S, writer=writer
+        )
+        places = [position - fetch.held for position in staging.positions]
+        if not places or places[0] < 0:
+            host.commit(fetch.ticket, ok=False)
+            self._end(fetch, failed=False)
+            return
+        fetch.transfer, fetch.until, fetch.next_send = transfer, now + FETCH_LIMIT_S, now + RESEND_S
+        fetch.message = m.TransferJob(
+            request_id=fetch.ticket, fence=NOBODY, job=fetch.ticket, part=0, ticket=fetch.ticket,
+            deadline=self._context.clock.wall() + FETCH_LIMIT_S, source=self._context.ref, dest=self._context.ref,
+            source_pool=msg.pool, dest_pool=host.pool.handle(),
+            source_blocks=[msg.blocks[i] for i in places], dest_blocks=staging.refs,
+            expected=[msg.checksums[i] for i in places],
+        )  # fmt: skip
+        self._context.send(transfer, fetch.message)
+
+    def on_loading(self, msg: m.KvLoading) -> None:
+        """The other store reads from its disk first."""
+        fetch = self._fetches.get(msg.ticket)
+        if fetch is not None and fetch.message is None:
+            fetch.until = min(fetch.began + LOAD_LIMIT_S, self._context.clock.now() + msg.wait_s + ASK_LIMIT_S)
+
+    def on_done(self, msg: m.TransferDone) -> bool:
+        """The transfer actor writes no more; false if the job is none of these."""
+        fetch = self._fetches.get(msg.job)
+        if fetch is None or fetch.message is None:
+            return False
+        if msg.error is None and self._host is not None:
+            count = self._host.commit(fetch.ticket, True, msg.checksums)
+            self._counts["fetched"] += count
+            self._counts["bytes"] += msg.nbytes
+            way, total = self._ways.get(fetch.host, Way()), self._context.clock.now() - fetch.began
+            self._ways[fetch.host] = way.learned(msg.nbytes, total, msg.elapsed_s)
+            self._paused.pop(fetch.host, None)
+        elif msg.error is not None and msg.error.get("code") == "corrupt_block":
+            self._context.send(fetch.store, m.KvDamaged(hashes=fetch.hashes[fetch.held :]))
+        self._over(fetch, failed=msg.error is not None)
+        return True
+
+    def _over(self, fetch: _Fetch, *, failed: bool) -> None:
+        """Nobody writes into staging any more."""
+        if self._host is not None and failed:
+            self._host.commit(fetch.ticket, ok=False)
+        self._end(fetch, failed=failed)
+
+    def _end(self, fetch: _Fetch, *, failed: bool) -> None:
+        del self._fetches[fetch.ticket]
+        self._loading.pop(fetch.first, None)
+        self._context.send(fetch.store, m.KvRelease(ticket=fetch.ticket))
+        if failed:
+            self._counts["failures"] += 1
+            _, pause = self._paused.get(fetch.host, (0.0, PAUSE_S))
+            self._paused[fetch.host] = (self._context.clock.now() + pause, min(2 * pause, MAX_PAUSE_S))
+        for waiter in list(fetch.waiters.values()):
+            self._finish(waiter)
+
+    def _finish(self, waiter: _Waiter) -> None:
+        msg, held, host = waiter.msg, waiter.held, self._host
+        self.forget(msg.ticket)
+        if host is None:
+            return
+        now = self._context.clock.now()
+        found = host.extend(msg.ticket, held, msg.hashes[held:], msg.parents[held:], now, READ_LEASE_S)
+        if held and not found.refs:
+            host.release(msg.ticket)
+        self._answer(msg, found)
+
+    def forget(self, ticket: str) -> None:
+        """A lookup is over; what it waits for is fetched all the same."""
+        fetch = self._waiting.pop(ticket, None)
+        if fetch is not None:
+            fetch.waiters.pop(ticket, None)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Answer lookups that have waited long enough; repeat what is not answered; give up what takes too long."""
+        self.index.tick(now)
+        for waiter in [fetch.waiters[ticket] for ticket, fetch in self._waiting.items()]:
+            if now >= waiter.until:
+                self._counts["late"] += 1
+                self._finish(waiter)
+        for fetch in list(self._fetches.values()):
+            if fetch.message is None:
+                if now >= fetch.until:
+                    self._end(fetch, failed=True)
+                continue
+            if now >= fetch.until and isinstance(fetch.message, m.TransferJob):
+                fetch.message = m.TransferAbort(request_id=fetch.ticket, fence=NOBODY, job=fetch.ticket)
+                fetch.next_send = now
+                self._loading.pop(fetch.first, None)
+            if now >= fetch.next_send and fetch.transfer is not None:
+                fetch.next_send = now + RESEND_S
+                self._context.send(fetch.transfer, fetch.message)
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """A store that is gone answers nothing; a transfer actor's confirmed exit ends its writes."""
+        self.index.member_down(ref)
+        for fetch in list(self._fetches.values()):
+            if fetch.message is None and fetch.store == ref:
+                self._end(fetch, failed=True)
+            elif fetch.transfer == ref and reason != "silent":
+                self._over(fetch, failed=True)
+
+    def _transfer(self) -> Ref | None:
+        for member in self._context.membership.members("transfer"):
+            if member.host == self._context.host and not member.silent:
+                return member.ref
+        return None
+
+    def check_integrity(self) -> None:
+        """Assert that who waits and who is waited for agree."""
+        for ticket, fetch in self._waiting.items():
+            assert ticket in fetch.waiters and self._fetches.get(fetch.ticket) is fetch, "a lookup waits for nothing"
+
+    def statistics(self) -> dict[str, float]:
+        """Return gauges and counters by name."""
+        own: dict[str, float] = {f"{name}_total": count for name, count in self._counts.items()}
+        own |= {"waiting": len(self._waiting), "fetching": len(self._fetches), "known": self.known}
+        rate = max((way.bytes_per_s for way in self._ways.values()), default=0.0)
+        own |= {"bytes_per_s": rate} | {f"index_{name}": value for name, value in self.index.statistics().items()}
+        return {f"remote_{name}": value for name, value in own.items()}
