@@ -15,6 +15,7 @@ from actors.kv_disk import DiskConfig, DiskSide
 from actors.kv_events import Announcer
 from actors.kv_remote import RemoteSide
 from kvstore.disk.tier import DiskTier
+from kvstore.formats import stored_form
 from kvstore.pool import BlockPool
 from kvstore.tiers import Found, HostTier
 from runtime.actor import Actor, Context
@@ -216,7 +217,7 @@ class KvActor(Actor):
                 self.context.send(msg.reply, refused)
             return
         handle = self._pool.handle()
-        if (handle.layout, handle.block_nbytes) != (msg.pool.layout, msg.pool.block_nbytes):
+        if (handle.layout, handle.block_nbytes) != stored_form(msg.pool.layout, msg.pool.block_nbytes):
             self.context.send(msg.reply, refused)
             return
         if self._disk is not None:
@@ -229,14 +230,15 @@ class KvActor(Actor):
 
     async def _make(self, like: m.PoolHandle) -> None:
         """Allocate the tier's memory off the loop; without room for it the tier stays off, and says so."""
+        layout, block_nbytes = stored_form(like.layout, like.block_nbytes)
 
         def create() -> BlockPool:
             return BlockPool.create(
                 self._directory,
                 self._pool_name,
                 self._num_blocks,
-                like.block_nbytes,
-                like.layout,
+                block_nbytes,
+                layout,
                 self.ref.epoch,
                 self.context.host,
             )

@@ -50,6 +50,7 @@ class TransferActor(Actor):
         telemetry = context.telemetry
         self._bytes = telemetry.counter("transfer_bytes_total", "Bytes copied and verified")
         self._jobs = telemetry.counter("transfer_jobs_total", "Jobs by how they ended", ("outcome",))
+        self._packed = telemetry.counter("transfer_packed_blocks_total", "Blocks packed for a store, or unpacked")
         self._seconds = telemetry.histogram(
             "transfer_seconds", "Time to copy and verify one job",
             buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1, 0.5),
@@ -165,6 +166,8 @@ class TransferActor(Actor):
         del self._running[job.job]
         self._remember(job.job, done, moved, job.dest)
         self._bytes.inc(nbytes)
+        if error is None and job.source_pool.layout != job.dest_pool.layout:
+            self._packed.inc(len(job.source_blocks))
         self._seconds.observe(elapsed)
         self._jobs.labels(error.code or "error" if error else "ok").inc()
         if job.traceparent:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from engine.cores import CoreShare, useful_threads
 from engine.model_runner import ModelRunner
 from engine.plan import BatchPlan, Row, Sampled
+from kernels.kv_format import RAW, suffix
 from kernels.sampling.native import sample
 from models import packed
 from models.native import BLOCK_TOKENS, COARSE_BELOW, NativeTransformer
@@ -31,6 +32,7 @@ class NativeRunner(ModelRunner):
         cache: Path | None = None,
         cores: CoreShare | None = None,
         coarse_below: float = COARSE_BELOW,
+        kv_format: str = RAW,
     ) -> None:
         """Load a model.
 
@@ -40,18 +42,20 @@ class NativeRunner(ModelRunner):
             cache: directory of packed weights; None packs into this process's own memory.
             cores: what the engines of this machine share; None: all threads in every step.
             coarse_below: how even a group of activations is that gets 8 bits, see `NativeTransformer`.
+            kv_format: what keys and values are rounded to, see `kernels.kv_format`; part of layout and numerics.
 
         Raises:
             ModelFileError: the file is corrupt or not supported.
             Unpackable: the compiled kernels cannot hold a model of these sizes.
             BuildError: the compiled kernels cannot be had here.
+            ValueError: heads of this size cannot be rounded.
         """
         with open_model(model_path) as source:
             identity = source.fingerprint()
             weights = packed.load(source.config, functools.partial(checked, source), identity, cache)
             self.config = source.config
             self.eos_ids = source.eos_ids
-        self._model = NativeTransformer(self.config, weights, threads, coarse_below=coarse_below)
+        self._model = NativeTransformer(self.config, weights, threads, coarse_below=coarse_below, kv_format=kv_format)
         self._threads = threads
         self._cores = cores
         if cores is not None:
@@ -63,7 +67,9 @@ class NativeRunner(ModelRunner):
         self.max_context = self._model.max_context
         self.block_nbytes = self._model.block_nbytes
         self.layout = f"native-1,{config.num_layers},{BLOCK_TOKENS},{config.num_kv_heads},{config.head_dim},bfloat16"
+        self.layout += suffix(kv_format)
         self.fingerprint = f"{identity}/native-3-{coarse_below:g}-{packed.VERSION}-{self._model.instruction_set}"
+        self.fingerprint += suffix(kv_format)
         self._sample = functools.partial(sample, team=self._model.team)
         self._pool: npt.NDArray[np.uint8] | None = None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.cores import CoreShare
 from engine.model_runner import ModelRunner
 from kernels import registry
+from kernels.kv_format import RAW
 from kernels.native import BuildError
 
 
@@ -21,6 +22,7 @@ def load_runner(
     threads: int,
     cache: Path | None,
     now: Callable[[], float] | None = None,
+    kv_format: str = RAW,
 ) -> ModelRunner:
     """Load a model into the runner that `engine` asks for.
 
@@ -33,11 +35,13 @@ def load_runner(
         cache: directory of packed weights.
         now: monotonic seconds, the same in all processes of the machine, to share its cores with other engines; None:
             all threads in every step.
+        kv_format: what keys and values are rounded to: "raw" (not at all), "int8" or "fp8".
 
     Raises:
         ModelFileError: the file is corrupt or not supported.
         BuildError: native was asked for and cannot be had here.
         Unpackable: native was asked for and cannot hold the model.
+        ValueError: heads of this size cannot be rounded.
         KernelChoiceError: the override of kernels cannot be obeyed.
     """
     if engine == "native" or (engine == "auto" and dtype == "auto" and set(registry.resolve().values()) == {"native"}):
@@ -45,7 +49,7 @@ def load_runner(
         from models.packed import Unpackable
 
         try:
-            return NativeRunner(model, threads, cache, _cores(threads, now))
+            return NativeRunner(model, threads, cache, _cores(threads, now), kv_format=kv_format)
         except (Unpackable, BuildError):
             if engine == "native":
                 raise
@@ -54,7 +58,7 @@ def load_runner(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from engine.torch_runner import TorchRunner
 
-    return TorchRunner(model, "bfloat16" if dtype == "auto" else dtype, threads)
+    return TorchRunner(model, "bfloat16" if dtype == "auto" else dtype, threads, kv_format)
 
 
 def _cores(threads: int, now: Callable[[], float] | None) -> CoreShare | None:

@@ -10,6 +10,7 @@ import torch
 from engine.model_runner import ModelRunner
 from engine.plan import BatchPlan, Row, Sampled
 from kernels.attention.reference import BLOCK_TOKENS
+from kernels.kv_format import RAW, suffix
 from kernels.sampling.reference import sample
 from models import weights
 from models.source import open_model
@@ -21,17 +22,20 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class TorchRunner(ModelRunner):
     """The runner that needs no compiler, and in float32 the reference of the fast one."""
 
-    def __init__(self, model_path: Path, dtype: str = "bfloat16", threads: int | None = None) -> None:
+    def __init__(
+        self, model_path: Path, dtype: str = "bfloat16", threads: int | None = None, kv_format: str = RAW
+    ) -> None:
         """Load a model.
 
         Args:
             model_path: a GGUF file or a Hugging Face folder of a supported family.
             dtype: "bfloat16" or "float32", of weights, activations and KV.
             threads: intra-op threads of this process; None leaves torch's choice. Results do not depend on it.
+            kv_format: what keys and values are rounded to, see `kernels.kv_format`; part of layout and numerics.
 
         Raises:
             ModelFileError: the file is corrupt or not supported.
-            ValueError: an unknown dtype.
+            ValueError: an unknown dtype, or heads of this size cannot be rounded.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -39,7 +43,7 @@ class TorchRunner(ModelRunner):
             torch.set_num_threads(threads)
         with open_model(model_path) as source:
             config = source.config
-            self._model = Transformer(config, weights.load(source, DTYPES[dtype]))
+            self._model = Transformer(config, weights.load(source, DTYPES[dtype]), kv_format)
             identity = source.fingerprint()
             self.eos_ids = source.eos_ids
         self.config = config
@@ -51,6 +55,8 @@ class TorchRunner(ModelRunner):
         self.fingerprint = f"{identity}/{dtype}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-1"
         # So do other kernels than the plain ones.
         self.fingerprint += "".join(f"/{each}" for each in self._model.ops.not_plain)
+        self.layout += suffix(kv_format)
+        self.fingerprint += suffix(kv_format)
         self._lines: torch.Tensor | None = None
 
     def bind(self, buffer: memoryview, num_blocks: int) -> None:

@@ -239,6 +239,7 @@ def _runner(parts: Parts, now: Callable[[], float]) -> Runner:
         threads=threads_per_engine(parts.settings),
         cache=served.cache_root(parts.settings),
         now=now,
+        kv_format=parts.settings.kv_format,
     )
 
 

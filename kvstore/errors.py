@@ -7,6 +7,7 @@ KvError
 ├── TransferAborted    a copy was told to stop
 ├── TransferCorrupt    a copy does not equal its source
 ├── PeerFailed         another host did not deliver
+├── NotPackable        a block holds what the format of the store cannot give back
 ├── BadRecord          bytes on a disk are no sound record
 └── DiskBusy           a directory of records has an owner already
 """
@@ -71,6 +72,15 @@ class PeerFailed(KvError):
         super().__init__(f"{address}: {why}{f', {detail}' if detail else ''}")
         self.address = address
         self.why = why
+
+
+class NotPackable(KvError):
+    """Raised when a block and its packed form do not say the same: it was not rounded, or one of them was changed."""
+
+    def __init__(self, index: int, layout: str) -> None:
+        super().__init__(f"block {index} is not what {layout} can hold")
+        self.index = index
+        self.layout = layout
 
 
 class BadRecord(KvError):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kernels import kv_format as kv_formats
 from kernels import native
 from models.config import ModelConfig
 from models.packed import PackedWeights
@@ -41,6 +42,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int32) for name in "layers heads kv_heads dim hidden ffn vocab interleaved".split()),
         ("eps", ctypes.c_float),
         ("positions", ctypes.c_int32),
+        ("kv_format", ctypes.c_int32),
         *((name, _POINTER) for name in "cosines sines norm layer".split()),
         ("embedding", _Packed),
         ("head", _Packed),
@@ -61,6 +63,7 @@ class NativeTransformer:
         threads: int = 1,
         looks: int = 1500,
         coarse_below: float = COARSE_BELOW,
+        kv_format: str = kv_formats.RAW,
     ) -> None:
         """Bind the kernels to packed weights.
 
@@ -70,11 +73,15 @@ class NativeTransformer:
             threads: of this model's team, the caller's included. Results do not depend on it.
             looks: how often a waiting thread looks before it sleeps (a few tens of nanoseconds each).
             coarse_below: groups of inputs below so many root mean squares of their row get 8 bits; 0: none.
+            kv_format: what keys and values are rounded to, see `kernels.kv_format`.
 
         Raises:
             kernels.native.BuildError: the compiled kernels cannot be had here.
+            ValueError: if heads of this size cannot be rounded.
         """
         self.config = config
+        if kv_format != kv_formats.RAW:
+            kv_formats.group_of(config.head_dim)
         self._library = native.library()
         self._library.hr_decoder_new.restype = _POINTER
         self._library.hr_decoder_team.restype = _POINTER
@@ -97,6 +104,7 @@ class NativeTransformer:
             interleaved=int(config.rope_pairing == "interleaved"),
             eps=config.norm_eps,
             positions=config.context_length,
+            kv_format=kv_formats.NUMBER[kv_format],
             cosines=cosines.ctypes.data,
             sines=sines.ctypes.data,
             norm=weights.address("norm"),

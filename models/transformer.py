@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.reference import tile_rows
+from kernels.kv_format import RAW, group_of
+from kernels.kv_format.reference import round_groups
 from kernels.rope.reference import turns_table
 from models import exactness
 from models.attention import BLOCK_TOKENS, Attention, PagedAttention, Plan, TiledAttention, slots
@@ -23,7 +25,15 @@ from models.weights import Layer, Weights
 class Transformer:
     """Weights and the functions over them. Not thread-safe: one step at a time."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kv_format: str = RAW) -> None:
+        """Bind sizes and weights; keys and values are rounded to `kv_format`, see `kernels.kv_format`.
+
+        Raises:
+            ValueError: if heads of this size cannot be rounded.
+        """
+        if kv_format != RAW:
+            group_of(config.head_dim)
+        self.kv_format = kv_format
         self.config = config
         self.weights = weights
         self.dtype = weights.embedding.dtype
@@ -116,6 +126,9 @@ class Transformer:
         turned = self.ops.rope(self._normed_heads(layer, qkv[:, : -c.num_kv_heads]), turns, c.rope_pairing)
         q, k, v = turned[:, : c.num_heads], turned[:, c.num_heads :], qkv[:, -c.num_kv_heads :]
         kv = torch.stack((k.flatten(1), v.flatten(1)), dim=1)
+        if self.kv_format != RAW:
+            # Before anybody reads them: whoever computes, recomputes or loads them attends to the same values.
+            kv = round_groups(kv, c.head_dim, self.kv_format)
         self.ops.kv_write(lines, places + index * 2 * BLOCK_TOKENS, kv)
         return self._linear(plan.attend(index, q, lines), layer.out)
 

@@ -84,6 +84,9 @@ class Settings(BaseSettings):
     # Engines
     pool_tokens: int = Field(8192, ge=16, description="tokens of KV per engine; rounded down to blocks of 16")
     host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
+    kv_format: Literal["raw", "int8", "fp8"] = Field(
+        "raw", description="raw: exact | int8, fp8: KV rounded to 8 bits, half the bytes in host memory and on disk"
+    )
     kv_disk_dir: str = Field("", description="directory of the store's disk tier, owned by one process; empty: none")
     kv_disk_bytes: int = Field(8_589_934_592, ge=0, description="most bytes that the disk tier takes")
     kv_disk_admission: Literal["second-touch", "all"] = Field(
@@ -147,6 +150,8 @@ class Settings(BaseSettings):
                 raise ValueError("kv_listen on all addresses needs kv_advertise: the host that others connect to")
         if (self.speculation == "draft-model") != bool(self.draft_model):
             raise ValueError("speculation by draft-model and the path in draft_model belong together")
+        if self.kv_format != "raw" and (not self.real_engine or self.dtype == "float32"):
+            raise ValueError("kv_format rounds the KV of a model in bfloat16: other engines and float32 keep it raw")
         return self
 
     @property

@@ -118,7 +118,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runner", default="native", help="native, native:BOUND or torch[:DTYPE]")
+    parser.add_argument("--runner", default="native", help="native, native:BOUND, native:FORMAT or torch[:DTYPE]")
     parser.add_argument("--model", type=Path, default=None, help="a GGUF file; the default model without it")
     parser.add_argument("--threads", type=int, default=0, help="0: one per core")
     parser.add_argument("--questions", type=Path, default=default_path("mt_bench"))

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/attention/native.hpp"
+#include "kernels/kv_format/native.hpp"
 #include "kernels/kv_write/native.hpp"
 #include "kernels/linear/native.hpp"
 #include "kernels/native/share.hpp"
@@ -30,6 +31,7 @@ struct Model {
     int32_t layers, heads, kv_heads, dim, hidden, ffn, vocab, interleaved;
     float eps;
     int32_t positions;  // rows of the tables
+    int32_t kv_format;  // what keys and values are rounded to
     const float* cosines;  // [positions, dim / 2]
     const float* sines;
     const float* norm;  // [hidden]
@@ -268,6 +270,8 @@ class Decoder {
                 }
                 uint16_t* to = place_of(row, layer, pool);
                 const float *keys = line + m.heads * dim, *values = keys + m.kv_heads * dim;
+                // Before anybody reads them: whoever computes, recomputes or loads them attends to the same values.
+                round_groups(line + m.heads * dim, 2 * m.kv_heads * dim, kv_group(dim), m.kv_format);
                 for (int32_t h = 0; h < m.kv_heads; h++) {
                     write_key(to, h, position % BLOCK_TOKENS, dim, keys + h * dim);
                     write_value(to, m.kv_heads, h, position % BLOCK_TOKENS, dim, values + h * dim);

@@ -1,4 +1,5 @@
 // The compiled kernels behind a plain C interface. Sizes are checked by the callers in Python.
+#include "kernels/kv_format/native.hpp"
 #include "kernels/native/decoder.hpp"
 #if __has_include("kernels/sampling/native.hpp")
 #include "kernels/sampling/native.hpp"
@@ -53,6 +54,38 @@ void hr_kv_write(uint16_t* layer, int64_t kv_heads, int64_t dim, int64_t offset,
         write_key(layer, h, offset, dim, keys + h * dim);
         write_value(layer, kv_heads, h, offset, dim, values + h * dim);
     }
+}
+
+// Groups of neighbouring elements in place, n of them, a multiple of the group.
+void hr_kv_round(float* x, int64_t n, int64_t group, int32_t format) { round_groups(x, n, group, format); }
+
+// Blocks of a pool, one after another, into packed ones and back.
+void hr_kv_pack(const KvOrder* order, int32_t format, int64_t blocks, const uint16_t* from, uint8_t* to) {
+    const int64_t elements = order->elements(), packed = order->groups() + elements;
+    for (int64_t b = 0; b < blocks; b++) {
+        if (format == KV_INT8) pack_block<KV_INT8>(*order, from + b * elements, to + b * packed);
+        if (format == KV_FP8) pack_block<KV_FP8>(*order, from + b * elements, to + b * packed);
+    }
+}
+
+void hr_kv_unpack(const KvOrder* order, int32_t format, int64_t blocks, const uint8_t* from, uint16_t* to) {
+    const int64_t elements = order->elements(), packed = order->groups() + elements;
+    for (int64_t b = 0; b < blocks; b++) {
+        if (format == KV_INT8) unpack_block<KV_INT8>(*order, from + b * packed, to + b * elements);
+        if (format == KV_FP8) unpack_block<KV_FP8>(*order, from + b * packed, to + b * elements);
+    }
+}
+
+// The first of these blocks that its packed one does not give back bit by bit; -1 if there is none.
+int64_t hr_kv_first_unequal(const KvOrder* order, int32_t format, int64_t blocks, const uint16_t* pool,
+                            const uint8_t* packed) {
+    const int64_t elements = order->elements(), nbytes = order->groups() + elements;
+    for (int64_t b = 0; b < blocks; b++) {
+        const bool same = format == KV_INT8 ? unpacks_to<KV_INT8>(*order, packed + b * nbytes, pool + b * elements)
+                                            : unpacks_to<KV_FP8>(*order, packed + b * nbytes, pool + b * elements);
+        if (!same) return b;
+    }
+    return -1;
 }
 
 // Rows q [count, dim] of one KV head at their positions over a pool of one layer; out [count, dim].

@@ -156,3 +156,14 @@ def test_a_draft_model_is_named_exactly_when_it_is_wanted() -> None:
     loaded = load({"speculation": "draft-model", "draft_model": "/small.gguf"}, environ={})
 
     assert loaded.settings.draft_model == "/small.gguf"
+
+
+def test_a_format_of_keys_and_values_needs_an_engine_that_rounds() -> None:
+    """Scripted engines keep no KV, and float32 is for exact comparisons."""
+    assert load({"kv_format": "int8"}, environ={}).settings.kv_format == "int8"
+    assert load({"kv_format": "fp8", "engine": "torch"}, environ={}).settings.kv_format == "fp8"
+    for other in ({"engine": "scripted"}, {"engine": "torch", "dtype": "float32"}):
+        with pytest.raises(SettingsError, match="kv_format"):
+            load({"kv_format": "int8", **other}, environ={})
+    with pytest.raises(SettingsError, match="kv_format"):
+        load({"kv_format": "int4"}, environ={})

@@ -62,12 +62,16 @@ def again(disk: Path, tmp_path: Path, options: tuple[str, ...], env: dict[str, s
     return text
 
 
-def test_a_planned_restart_keeps_what_was_computed(tmp_path: Path, model_path: Path, nats_binary: str) -> None:
+@pytest.mark.parametrize("kv_format", ["raw", "int8", "fp8"])
+def test_a_planned_restart_keeps_what_was_computed(
+    kv_format: str, tmp_path: Path, model_path: Path, nats_binary: str
+) -> None:
     """The real model: the same text without a store, with one, and from disk after a restart of everything."""
     disk = tmp_path / "disk"
     options = ("--model", str(model_path), "--decode", "1")
-    env = {"HEADRACE_KV_DISK_DIR": str(disk)}
-    plain = System(tmp_path, *options, env={"HEADRACE_HOST_TIER_TOKENS": "0"}).start()
+    rounding = {"HEADRACE_KV_FORMAT": kv_format}
+    env = rounding | {"HEADRACE_KV_DISK_DIR": str(disk)}
+    plain = System(tmp_path, *options, env=rounding | {"HEADRACE_HOST_TIER_TOKENS": "0"}).start()
     try:
         reference = ask(plain)
     finally:
@@ -76,6 +80,7 @@ def test_a_planned_restart_keeps_what_was_computed(tmp_path: Path, model_path: P
     try:
         assert ask(first) == reference
         wait_until(lambda: metric(first, "kv_stored") > 0, limit_s=10.0, what="the prompt is stored")
+        assert (metric(first, "transfer_packed_blocks_total") > 0) == (kv_format != "raw")
     finally:
         stop(first)
     assert verify(disk)["good"] > 0
