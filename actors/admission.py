@@ -14,6 +14,7 @@ import orjson
 
 from actors import ownership as own
 from actors import replies
+from actors.pinning import Pinning
 from actors.placement import Engines, Placement, least_loaded, place
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
@@ -77,6 +78,7 @@ class AdmissionActor(Actor):
         )
         self._in_flight: dict[Ref, list[tuple[float, int, str]]] = {}  # when, tokens' worth, request id
         self._terminals: dict[str, _OwnTerminal] = {}
+        self._pinning = Pinning(context, config.models)
         self._early: dict[str, tuple[m.Submit, float]] = {}  # no engine is known yet; kept until then
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
@@ -99,7 +101,7 @@ class AdmissionActor(Actor):
     @property
     def idle(self) -> bool:
         """Whether every owned request has ended."""
-        return len(self._table) == 0 and not self._terminals and not self._early
+        return len(self._table) == 0 and not self._terminals and not self._early and not self._pinning
 
     def load(self) -> dict[str, Any]:
         """Open requests."""
@@ -247,6 +249,9 @@ class AdmissionActor(Actor):
         if isinstance(message, m.Submit):
             self._submit(message, now, self.clock.wall())
             return
+        if isinstance(message, m.PinPrompt):
+            self._pinning.begin(message)
+            return
         if sender is None:
             return
         table = self._table
@@ -257,7 +262,12 @@ class AdmissionActor(Actor):
                 self._terminals.pop(message.request_id, None)
                 self.context.send(sender, m.CancelAck(request_id=message.request_id))
             case m.Tokenized():
-                self._perform(table.on_tokenized(message, now))
+                if not self._pinning.on_tokenized(message):
+                    self._perform(table.on_tokenized(message, now))
+            case m.Chain():
+                self._pinning.on_chain(message)
+            case m.KvPinned():
+                self._pinning.on_pinned(message)
             case m.Opened():
                 self._perform(table.on_opened(message, sender, now))
             case m.FencedIds():
@@ -320,6 +330,7 @@ class AdmissionActor(Actor):
         """Repeat, expire, forget."""
         now = self.clock.now()
         self._perform(self._table.tick(now))
+        self._pinning.tick(now)
         for msg, _ in list(self._early.values()):
             self._submit(msg, now, self.clock.wall())
         for request_id, t in list(self._terminals.items()):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from actors.decode import Destination
 from actors.prefill import Source
 from actors.prefix import PrefixStore
-from actors.work import Work, make_parts
+from actors.work import Work, make_parts, salt_text
 from engine.core import EngineCore, StepResult
 from engine.failures import error_of
 from engine.loop import EngineThread
@@ -25,7 +25,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Key
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculator import MAX_DRAFT
-from kvstore.block import BLOCK_TOKENS, root_hash
+from kvstore.block import BLOCK_TOKENS, chain_hashes, root_hash
 from kvstore.pool import BlockPool
 from runtime.actor import Actor, Context
 from schemas import messages as m
@@ -228,6 +228,10 @@ class EngineActor(Actor):
                 self.source.served(message.job)
                 if not self.prefix.on_transfer_done(message):
                     self.on_transfer_done(message)
+            case m.ChainQuery():
+                root = self.root(salt_text(message.tenant, message.cache_salt))
+                hashes = chain_hashes(message.prompt_ids, root=root) if self.pool is not None else []
+                self.context.send(message.reply, m.Chain(ticket=message.ticket, hashes=hashes))
             case m.KvFound():
                 self.prefix.on_found(message)
             case m.KvLoading():

@@ -13,15 +13,19 @@ from typing import Any, ClassVar
 
 from actors.kv_disk import DiskConfig, DiskSide
 from actors.kv_events import Announcer
+from actors.kv_pins import PinDesk
 from actors.kv_remote import RemoteSide
+from actors.kv_status import Status
 from kvstore.disk.tier import DiskTier
 from kvstore.formats import stored_form
+from kvstore.owners import Quotas, Share, top
 from kvstore.pool import BlockPool
 from kvstore.tiers import Found, HostTier
 from runtime.actor import Actor, Context
 from schemas import messages as m
 from schemas.record import Fence
 from schemas.subjects import Ref
+from schemas.tenants import owner_in
 
 READ_LEASE_S = 3.0
 WRITE_LEASE_S = 10.0
@@ -39,6 +43,7 @@ class KvActor(Actor):
         num_blocks: how many blocks the tier holds; 0 turns it off, and the disk with it.
         disk: what is kept on a disk, and where; nothing if absent.
         remote: whether to ask the stores of other hosts.
+        quotas: most bytes of each owner in host memory.
     """
 
     kind: ClassVar[str] = "kv"
@@ -52,11 +57,12 @@ class KvActor(Actor):
         num_blocks: int,
         disk: DiskConfig | None = None,
         remote: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
         super().__init__(context)
         self._directory = directory
         self._pool_name = f"{prefix.removeprefix('headrace-')}kv-{context.ref.id}"
-        self._num_blocks = num_blocks
+        self._num_blocks, self._quotas = num_blocks, quotas
         self._tier: HostTier | None = None
         self._pool: BlockPool | None = None
         self._making = False
@@ -67,6 +73,8 @@ class KvActor(Actor):
             self._disk = DiskSide(context, disk, answer=self._answer, opened=self._opened)
         self._remote = RemoteSide(context, answer=self._answer) if remote and num_blocks > 0 else None
         self._lent: dict[str, Ref] = {}  # tickets of other hosts' stores, and who serves them here
+        self._status = Status(context, num_blocks)
+        self._pins = PinDesk(context, num_blocks)
         kinds = (("host",) if num_blocks > 0 else ()) + (("disk",) if self._disk is not None else ())
         self._announcer = Announcer(context, *kinds)
 
@@ -98,7 +106,21 @@ class KvActor(Actor):
         tier = self._tier.statistics() if self._tier is not None else {}
         disk = self._disk.statistics() if self._disk is not None else {}
         remote = self._remote.statistics() if self._remote is not None else {}
+        self._show_owners()
         return {**tier, **disk, **remote, "lent_tickets": len(self._lent), **self._announcer.statistics()}
+
+    def owners(self) -> dict[str, tuple[list[Share], Share]]:
+        """What the largest owners hold in each tier, and what the others hold together."""
+        tiers = {"host": self._tier.owners.top()} if self._tier is not None else {}
+        return tiers if self._disk is None else {**tiers, "disk": top(self._disk.shares())}
+
+    def _show_owners(self) -> None:
+        gauge = self.context.telemetry.gauge("kv_tenant_bytes", "Bytes by tier and tenant", ("tier", "tenant"))
+        gauge.clear()  # who left the largest leaves the page
+        for tier, (rows, others) in self.owners().items():
+            for row in rows:
+                gauge.labels(tier, row.owner.hex()).set(row.nbytes)
+            gauge.labels(tier, "others").set(others.nbytes)
 
     def drain(self) -> None:
         """Leave once the disk has what memory holds, or its time for that is over."""
@@ -134,6 +156,13 @@ class KvActor(Actor):
                     self._tier.commit(message.ticket, message.ok, message.checksums)
                     self._announcer.announce()
                 self._first = [(held, by) for held, by in self._first if held.ticket != message.ticket]
+            case m.KvPin():
+                self.context.send(message.reply, self._pins.pin(message, self._tier, self._disk))
+            case m.KvUnpin():
+                self.context.send(message.reply, self._pins.unpin(message, self._tier, self._disk))
+            case m.KvStatusQuery():
+                answer = self._status.answer(message, self._tier, self._disk, self._unhealthy)
+                self.context.send(message.reply, answer.model_copy(update={"pins": self._pins.rows(self._tier)}))
             case m.KvDumpQuery():
                 self._announcer.on_query(message)
             case m.KvDump() | m.KvFound() | m.KvLoading():
@@ -148,7 +177,7 @@ class KvActor(Actor):
 
     def _lookup(self, msg: m.KvLookup) -> None:
         if self._tier is None or self._pool is None:
-            self.context.send(msg.reply, m.KvFound(ticket=msg.ticket))
+            self._answer(msg, Found())
             return
         found = self._tier.lookup(msg.ticket, msg.hashes, msg.parents, self.clock.now(), READ_LEASE_S)
         if self._disk is not None:
@@ -196,6 +225,8 @@ class KvActor(Actor):
         if msg.reply.kind == "kv" and found.refs and not self._lend(msg, found) and self._tier is not None:
             self._tier.release(msg.ticket)
             found = Found()
+        if msg.reply.kind != "kv":
+            self._status.looked_up(self._tier, msg.hashes[: len(found.refs)], self.clock.wall())
         answer = m.KvFound(
             ticket=msg.ticket,
             pool=self._pool.handle() if found.refs and self._pool is not None else None,
@@ -224,7 +255,10 @@ class KvActor(Actor):
             self._disk.touched(msg.hashes)
         now = self.clock.now()
         writer = str(sender) if sender is not None else ""
-        staging = self._tier.reserve(msg.ticket, msg.hashes, msg.parents, now, now + WRITE_LEASE_S, writer=writer)
+        owners = [owner_in(owner) for owner in msg.owners]
+        staging = self._tier.reserve(
+            msg.ticket, msg.hashes, msg.parents, now, now + WRITE_LEASE_S, writer=writer, owners=owners
+        )
         answer = m.KvReserved(ticket=msg.ticket, pool=handle, positions=staging.positions, blocks=staging.refs)
         self.context.send(msg.reply, answer)
 
@@ -249,7 +283,7 @@ class KvActor(Actor):
             self._unhealthy = f"no memory for {self._num_blocks} blocks: {exc.strerror}"
             self.context.telemetry.log.error("the host tier is off", reason=self._unhealthy)
         else:
-            self._tier = HostTier(self._pool)
+            self._tier = HostTier(self._pool, quotas=self._quotas)
             self._announcer.attach("host", self._tier)
             if self._disk is not None:
                 self._disk.open(self._tier)
@@ -276,6 +310,7 @@ class KvActor(Actor):
         self._tier.expire(self.clock.now())
         for ticket in [ticket for ticket in self._lent if not self._tier.reading(ticket)]:
             self._take_back(ticket)
+        self._pins.expire(self._tier, self._disk)
         if self._disk is not None:
             self._disk.tick(self.clock.now())
         for ticket in self._tier.unconfirmed:

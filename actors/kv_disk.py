@@ -9,7 +9,7 @@ never waits for a write. Whatever goes wrong is a miss; `unhealthy` says what.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvstore.disk.behind import WriteBehind
 from kvstore.disk.policy import SecondTouch, affordable
 from kvstore.disk.tier import Block, DiskTier
 from kvstore.errors import DiskBusy
+from kvstore.owners import Quotas, Share
 from kvstore.tiers import Found, Header, HostTier
 from runtime.actor import Context
 from schemas import messages as m
@@ -38,12 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """Where blocks are kept, how many bytes of them; whether to wait for the disk; whether to keep all of them."""
+    """Where blocks are kept and how many bytes of them, in all and per owner; whether to wait for the disk; whether to
+    keep all blocks."""
 
     directory: Path
     max_nbytes: int
     sync: bool = False
     keep_all: bool = False
+    quotas: Quotas | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class DiskSide:
         self._made: DiskTier | None = None
         self._host: HostTier | None = None
         self._known: Container[bytes] = ()
+        self._held: set[bytes] = set()  # for when the disk is open
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-disk-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-disk-write")
         self._behind = WriteBehind(None if config.keep_all else SecondTouch())
@@ -110,6 +114,7 @@ class DiskSide:
             epoch=self._context.ref.epoch,
             max_nbytes=self._config.max_nbytes,
             sync=self._config.sync,
+            quotas=self._config.quotas,
         )
         self._made, self._writing = disk, True
         self._context.spawn(self._open(disk), name="open the disk tier")
@@ -130,6 +135,7 @@ class DiskSide:
         finally:
             self._writing = False
         self._disk = self._known = disk
+        disk.hold(self._held)
         self._opened(disk)
 
     def stop(self) -> None:
@@ -190,7 +196,8 @@ class DiskSide:
         # The head of the chain is named too, so that it is not evicted for its tail.
         hashes, parents = msg.hashes[: held + count], msg.parents[: held + count]
         writer = str(self._context.ref)
-        staging = host.reserve(ticket, hashes, parents, now, now + STAGING_LEASE_S, writer=writer)
+        owners = disk.owners_of(hashes)
+        staging = host.reserve(ticket, hashes, parents, now, now + STAGING_LEASE_S, writer=writer, owners=owners)
         if not staging.refs:
             return None
         view = host.pool.view()
@@ -266,7 +273,7 @@ class DiskSide:
     async def _write(self, ticket: str, headers: list[Header], disk: DiskTier, host: HostTier) -> None:
         view, size = host.pool.view(), host.pool.block_nbytes
         blocks = [
-            Block(h.hash, h.parent, h.num_tokens, h.checksum, view[h.block * size : (h.block + 1) * size])
+            Block(h.hash, h.parent, h.num_tokens, h.checksum, view[h.block * size : (h.block + 1) * size], h.owner)
             for h in headers
         ]
         try:
@@ -300,6 +307,27 @@ class DiskSide:
                 self._context.telemetry.log.info("the disk tier is well again")
         finally:
             self._writing = False
+
+    def hold(self, hashes: Sequence[bytes]) -> None:
+        """Evict these blocks last."""
+        self._held.update(hashes)
+        if self._disk is not None:
+            self._disk.hold(hashes)
+
+    def let_go(self, hashes: Sequence[bytes]) -> None:
+        """These blocks are like any other again."""
+        self._held.difference_update(hashes)
+        if self._disk is not None:
+            self._disk.let_go(hashes)
+
+    @property
+    def tier(self) -> DiskTier | None:
+        """The tier, once it is known what is in it."""
+        return self._disk
+
+    def shares(self) -> list[Share]:
+        """What each owner has on the disk."""
+        return self._disk.shares() if self._disk is not None else []
 
     def statistics(self) -> dict[str, float]:
         """Return gauges and counters by name."""

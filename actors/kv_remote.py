@@ -20,6 +20,7 @@ from runtime.actor import Context
 from schemas import messages as m
 from schemas.record import Fence
 from schemas.subjects import Ref
+from schemas.tenants import owner_in
 
 ASK_LIMIT_S = 0.25
 LOAD_LIMIT_S = 1.0  # then a lookup is answered with what there is
@@ -49,6 +50,7 @@ class _Fetch:
     host: str
     began: float
     until: float  # for the store's answer; then for the copy
+    owner: bytes  # whose the blocks will be here
     waiters: dict[str, _Waiter] = field(default_factory=dict)
     transfer: Ref | None = None
     message: m.TransferJob | m.TransferAbort | None = None  # repeated until the transfer actor is done
@@ -122,7 +124,7 @@ class RemoteSide:
         ref, stop = self._context.ref, held + count
         ticket = f"{ref.id}.{ref.epoch}.far.{self._number}"
         hashes, parents = msg.hashes[:stop], msg.parents[:stop]
-        fetch = _Fetch(ticket, held, hashes, parents, store, name, now, now + ASK_LIMIT_S)
+        fetch = _Fetch(ticket, held, hashes, parents, store, name, now, now + ASK_LIMIT_S, owner_in(msg.owner))
         self._fetches[ticket] = self._loading[fetch.first] = fetch
         self._counts["fetches"] += 1
         self._context.send(store, m.KvLookup(ticket=ticket, hashes=hashes[held:], parents=parents[held:], reply=ref))
@@ -166,8 +168,9 @@ class RemoteSide:
         stop = fetch.held + count
         writer = str(self._context.ref)
         staging = host.reserve(
-            fetch.ticket, fetch.hashes[:stop], fetch.parents[:stop], now, now + STAGING_LEASE_S, writer=writer
-        )
+            fetch.ticket, fetch.hashes[:stop], fetch.parents[:stop], now, now + STAGING_LEASE_S, writer=writer,
+            owners=[fetch.owner] * stop,
+        )  # fmt: skip
         places = [position - fetch.held for position in staging.positions]
         if not places or places[0] < 0:
             host.commit(fetch.ticket, ok=False)

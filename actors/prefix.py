@@ -18,6 +18,7 @@ from kvstore.block import BLOCK_TOKENS, chain_hashes
 from schemas import messages as m
 from schemas.record import Fence
 from schemas.subjects import Ref
+from schemas.tenants import owner_of
 
 if TYPE_CHECKING:
     from actors.engine_host import EngineActor
@@ -121,7 +122,12 @@ class PrefixStore:
         ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
         self._loads[ticket] = _Load(work, sequences, hashes, until, kv)
         lookup = m.KvLookup(
-            ticket=ticket, hashes=hashes, parents=parents, reply=self._engine.ref, block_s=self._block_s()
+            ticket=ticket,
+            hashes=hashes,
+            parents=parents,
+            reply=self._engine.ref,
+            block_s=self._block_s(),
+            owner=owner_of(work.record.tenant),
         )
         self._engine.context.send(kv, lookup)
 
@@ -313,6 +319,7 @@ class PrefixStore:
             ticket=ticket,
             hashes=[c.hash for c in candidates],
             parents=[c.parent for c in candidates],
+            owners=[owner_of(c.tenant) for c in candidates],
             pool=engine.pool.handle(),
             reply=engine.ref,
         )

@@ -203,7 +203,12 @@ class Work:
 
 def salt_of(record: Record) -> str:
     """Return what keeps one tenant's blocks from another's; the two fields cannot run together."""
-    return f"{len(record.tenant)}:{record.tenant}:{record.cache_salt}"
+    return salt_text(record.tenant, record.cache_salt)
+
+
+def salt_text(tenant: str, cache_salt: str) -> str:
+    """Return the same for a request that is none."""
+    return f"{len(tenant)}:{tenant}:{cache_salt}"
 
 
 def make_parts(record: Record, outputs: list[list[int]], finished: list[int]) -> list[Part]:

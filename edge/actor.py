@@ -10,11 +10,12 @@ from edge.exchange import MAX_OPEN, Exchange
 from edge.generate import Limits
 from edge.health import STATES, cut_off, degraded, missing
 from edge.metrics import EdgeMetrics, MetricsCollector
+from edge.pins import PinRoutes
 from edge.server import AddressUnavailable, HttpServer
 from runtime.actor import Actor, Context
 from schemas.errors import Unavailable
 from schemas.items import FRAMES
-from schemas.messages import CancelAck, Closed, Message, MetricsReport
+from schemas.messages import CancelAck, Closed, KvStatus, KvUnpinned, Message, MetricsReport, PromptPinned
 from schemas.subjects import Ref
 
 
@@ -26,6 +27,7 @@ class EdgeActor(Actor):
         models: names under which the model is served, the first one being its proper name.
         limits: of the HTTP side.
         max_open: requests that may be open at once.
+        admin_token: opens the routes of who runs the instance; empty: they are closed.
         listen: False serves no socket; the application is then reached as `app`.
     """
 
@@ -41,6 +43,7 @@ class EdgeActor(Actor):
         limits: Limits | None = None,
         max_open: int = MAX_OPEN,
         listen: bool = True,
+        admin_token: str = "",
     ) -> None:
         super().__init__(context)
         if not models:
@@ -48,10 +51,12 @@ class EdgeActor(Actor):
         self.metrics = EdgeMetrics(context.telemetry)
         self.exchange = Exchange(context, self.metrics, max_open=max_open)
         self._collector = MetricsCollector(context)
+        self._pins = PinRoutes(context, admin_token)
         self._was_ready = False
         parts = Parts(
             context=context, exchange=self.exchange, metrics=self.metrics, collector=self._collector, health=self,
-            models=tuple(dict.fromkeys(models)), limits=limits or Limits(), started=int(context.clock.wall()),
+            models=tuple(dict.fromkeys(models)), limits=limits or Limits(), pins=self._pins,
+            started=int(context.clock.wall()),
         )  # fmt: skip
         self.app = create_app(parts)
         self._server = HttpServer(self.app, host, port) if listen else None
@@ -88,6 +93,8 @@ class EdgeActor(Actor):
                 self.exchange.on_cancel_ack(message, sender)
             case MetricsReport():
                 self._collector.report(message)
+            case PromptPinned() | KvStatus() | KvUnpinned():
+                self._pins.report(message)
             case Closed():
                 pass
             case _:

@@ -17,6 +17,7 @@ from edge.errors import error_response, translate
 from edge.exchange import Exchange
 from edge.generate import Generate, Limits
 from edge.metrics import EdgeMetrics, MetricsCollector
+from edge.pins import PinRoutes
 from edge.reading import echoed_request_id
 from runtime.actor import Context
 from schemas.errors import HeadraceError, InternalError, ModelNotFound, NotFound, Unavailable
@@ -50,6 +51,7 @@ class Parts:
     health: Health
     models: tuple[str, ...]
     limits: Limits
+    pins: PinRoutes
     started: int  # Unix seconds
 
 
@@ -68,6 +70,8 @@ def create_app(parts: Parts) -> ASGIApp:
             Route("/v1/completions", generate["completion"], methods=["POST"]),
             Route("/v1/models", system.models),
             Route("/v1/models/{model:path}", system.model),
+            Route("/v1/kv/pins", parts.pins.collection, methods=["GET", "POST"]),
+            Route("/v1/kv/pins/{pin}", parts.pins.delete, methods=["DELETE"]),
             Route("/health/live", system.live),
             Route("/health/ready", system.ready),
             Route("/health", system.ready),

@@ -469,7 +469,7 @@ class EngineCore:
         seq = live.seq
         for index in range(seq.num_cached // BLOCK_TOKENS, live.prompt_hashes):
             digest = live.hashes[index]
-            self._candidates.append(Candidate(digest, live.parent(index), seq.blocks[index]))
+            self._candidates.append(Candidate(digest, live.parent(index), seq.blocks[index], seq.tenant))
 
     def _hold(self, live: Live) -> HeldBlocks:
         self._roster.hold(live)

@@ -145,6 +145,7 @@ class Candidate(NamedTuple):
     hash: bytes
     parent: bytes
     block: int
+    tenant: str = "default"
 
 
 class HeldBlocks(NamedTuple):

@@ -19,6 +19,7 @@ from schemas.settings import Settings
 if TYPE_CHECKING:
     from engine.plan import Runner
     from engine.speculation.drafter import Drafter
+    from kvstore.owners import Quotas
     from models.text import ModelText
     from runtime.actor import Actor, Context
     from runtime.clock import Clock
@@ -127,7 +128,8 @@ def _edge(context: Context, *, parts: Parts) -> Actor:
         keepalive_s=parts.settings.keepalive_s,
         tenant_header=parts.settings.tenant_header,
     )
-    return EdgeActor(context, models=parts.names, host=host, port=port, limits=limits)
+    token = bus_access.secret(parts.settings.admin_token) or ""
+    return EdgeActor(context, models=parts.names, host=host, port=port, limits=limits, admin_token=token)
 
 
 def _admission(context: Context, *, parts: Parts) -> Actor:
@@ -178,6 +180,7 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
         settings.kv_disk_bytes,
         sync=settings.kv_disk_sync,
         keep_all=settings.kv_disk_admission == "all",
+        quotas=_quotas(settings.kv_tenant_disk_bytes, settings, "disk"),
     )
     return KvActor(
         context,
@@ -186,7 +189,16 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
         num_blocks=settings.num_host_blocks,
         disk=disk if settings.kv_disk_dir else None,
         remote=settings.kv_listen != "off",
+        quotas=_quotas(settings.kv_tenant_bytes, settings, "host"),
     )
+
+
+def _quotas(default_nbytes: int, settings: Settings, tier: str) -> Quotas:
+    from kvstore.owners import Quotas
+    from schemas.tenants import owner_of
+
+    own = {owner_of(tenant): shares[tier] for tenant, shares in settings.kv_tenants.items() if tier in shares}
+    return Quotas(default_nbytes, own)
 
 
 def _engine(context: Context, *, role: str, parts: Parts) -> Actor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-kv_app = typer.Typer(help="The KV store.", no_args_is_help=True)
+kv_app = typer.Typer(help="The KV store.", invoke_without_command=True)
 app.add_typer(kv_app, name="kv")
 
 KINDS_HELP = "edge, admission, tokenize, detokenize, prefill, decode, both, transfer, kv."
@@ -223,6 +224,77 @@ def config_command(as_json: AsJson = False, config: ConfigFile = None) -> None:
     show(loaded, as_json=as_json)
 
 
+@kv_app.callback()
+def kv_show(
+    context: typer.Context,
+    bus: BusUrl = None,
+    as_json: AsJson = False,
+    top: Annotated[int, typer.Option(min=0, max=64, help="Rows of each list.")] = 10,
+    instance: Instance = None,
+    port_base: PortBase = None,
+    config: ConfigFile = None,
+) -> None:
+    """Show tiers, hit rates, the prefixes that are found most, and tenants' shares, of every store on the bus."""
+    if context.invoked_subcommand is not None:
+        return
+    settings = _with_bus(_load(config, bus_url=bus, instance=instance, port_base=port_base)).settings
+    from headrace.commands.kv_show import show
+
+    _run(lambda: show(settings, as_json=as_json, top=top))
+
+
+@kv_app.command("pin")
+def kv_pin(
+    text: Annotated[str, typer.Argument(help="The prompt; with --messages a JSON array of chat messages; - reads it.")],
+    ttl: Annotated[float, typer.Option(help="Seconds, up to a day.")] = 3600.0,
+    messages: Annotated[bool, typer.Option("--messages", help="TEXT is a JSON array of chat messages.")] = False,
+    model: Annotated[str | None, typer.Option(help="Name of the model (default: the one that is served).")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose prefix it is.")] = "default",
+    salt: Annotated[str | None, typer.Option(help="The requests' cache_salt.")] = None,
+    pin_id: Annotated[str, typer.Option("--id", help="Id of the pin; a known one is pinned anew.")] = "",
+    as_json: AsJson = False, bus: BusUrl = None, instance: Instance = None, port_base: PortBase = None,
+    config: ConfigFile = None,
+) -> None:  # fmt: skip
+    """Keep a prompt's stored prefix from being evicted for a while."""
+    import json
+
+    from headrace.commands.kv_pin import pin
+
+    settings = _with_bus(_load(config, bus_url=bus, instance=instance, port_base=port_base)).settings
+    given = sys.stdin.read() if text == "-" else text
+    try:
+        prompt = {"messages": json.loads(given)} if messages else {"prompt": given}
+    except ValueError as exc:
+        _fail(f"the messages are not JSON: {exc}", code=2)
+    options = {"model": model, "cache_salt": salt}
+    body = prompt | {name: value for name, value in options.items() if value is not None}
+    _run(lambda: pin(settings, body, ttl_s=ttl, tenant=tenant, name=pin_id, as_json=as_json))
+
+
+@kv_app.command("unpin")
+def kv_unpin(
+    pin_id: Annotated[str, typer.Argument(help="Id of the pin.")],
+    bus: BusUrl = None, instance: Instance = None, port_base: PortBase = None, config: ConfigFile = None,
+) -> None:  # fmt: skip
+    """End a pin; exit code 1 if no store knows it."""
+    from headrace.commands.kv_pin import unpin
+
+    settings = _with_bus(_load(config, bus_url=bus, instance=instance, port_base=port_base)).settings
+    _run(lambda: unpin(settings, pin_id))
+
+
+@kv_app.command("pins")
+def kv_pins(
+    as_json: AsJson = False, bus: BusUrl = None, instance: Instance = None, port_base: PortBase = None,
+    config: ConfigFile = None,
+) -> None:  # fmt: skip
+    """List the pinned prefixes of every store: blocks, how many are stored, and until when."""
+    from headrace.commands.kv_pin import pins
+
+    settings = _with_bus(_load(config, bus_url=bus, instance=instance, port_base=port_base)).settings
+    _run(lambda: pins(settings, as_json=as_json))
+
+
 @kv_app.command("verify")
 def kv_verify(
     directory: Annotated[str, typer.Argument(help="Directory of a disk tier (kv_disk_dir).")],
@@ -280,6 +352,16 @@ def _with_bus(loaded: Loaded) -> Loaded:
         for (name, source), own in zip(joined.sources.items(), loaded.sources.values(), strict=True)
     }
     return Pair(joined.settings, sources)
+
+
+def _run(command: Callable[[], int]) -> NoReturn:
+    """End with what a command returns, or with its error in a line."""
+    from schemas.errors import HeadraceError
+
+    try:
+        sys.exit(command())
+    except HeadraceError as exc:
+        _fail(str(exc))
 
 
 def _fail(*lines: str, code: int = 1) -> NoReturn:

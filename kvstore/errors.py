@@ -9,6 +9,7 @@ KvError
 ├── PeerFailed         another host did not deliver
 ├── NotPackable        a block holds what the format of the store cannot give back
 ├── BadRecord          bytes on a disk are no sound record
+├── PinRefused         pins hold as much as they may
 └── DiskBusy           a directory of records has an owner already
 """
 
@@ -35,6 +36,15 @@ class PoolGone(KvError):
         super().__init__(f"pool {path}: {reason}")
         self.path = path
         self.reason = reason
+
+
+class PinRefused(KvError):
+    """Raised when a prefix cannot be pinned: `code` says by which bound, `limit` how many pins or blocks that is."""
+
+    def __init__(self, code: str, reason: str, limit: int) -> None:
+        super().__init__(f"{reason}: at most {limit}")
+        self.code = code
+        self.limit = limit
 
 
 class LayoutMismatch(KvError):

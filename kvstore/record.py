@@ -11,7 +11,8 @@
         80      32  hash before it, h(i-1)
        112       8  nbytes of the payload
        120       8  xxh3_64 of the payload
-       128     120  zeros
+       128       8  owner: digest of the tenant whose block it is, zeros for nobody's
+       136     112  zeros
        248       8  xxh3_64 of the 248 bytes before
        256          payload
 
@@ -28,6 +29,7 @@ import xxhash
 
 from kvstore.block import HASH_NBYTES, root_hash
 from kvstore.errors import BadRecord
+from schemas.tenants import OWNER_NBYTES, SHARED
 
 MAGIC = b"HRkvRec\x00"
 VERSION = 1
@@ -35,7 +37,7 @@ HEADER_NBYTES = 256
 SHELF_NBYTES = 16
 EPOCH_NBYTES = 16
 
-_FIELDS = struct.Struct(f"<8sHHI{SHELF_NBYTES}s{EPOCH_NBYTES}s{HASH_NBYTES}s{HASH_NBYTES}sQQ")
+_FIELDS = struct.Struct(f"<8sHHI{SHELF_NBYTES}s{EPOCH_NBYTES}s{HASH_NBYTES}s{HASH_NBYTES}sQQ{OWNER_NBYTES}s")
 _SUM = struct.Struct("<Q")
 _SUM_AT = HEADER_NBYTES - _SUM.size
 
@@ -51,6 +53,7 @@ class RecordHeader:
     checksum: int
     shelf: bytes
     epoch: str
+    owner: bytes = SHARED
 
 
 def shelf_of(layout: str, block_nbytes: int) -> bytes:
@@ -65,12 +68,12 @@ def pack(header: RecordHeader) -> bytes:
         ValueError: if a field does not fit the format.
     """
     epoch = header.epoch.encode("ascii", "replace")
-    sizes = (len(header.hash), len(header.parent), len(header.shelf))
-    if sizes != (HASH_NBYTES, HASH_NBYTES, SHELF_NBYTES) or len(epoch) > EPOCH_NBYTES:
-        raise ValueError(f"hash, parent and shelf of {sizes} bytes, epoch of {len(epoch)}")
+    sizes = (len(header.hash), len(header.parent), len(header.shelf), len(header.owner))
+    if sizes != (HASH_NBYTES, HASH_NBYTES, SHELF_NBYTES, OWNER_NBYTES) or len(epoch) > EPOCH_NBYTES:
+        raise ValueError(f"hash, parent, shelf and owner of {sizes} bytes, epoch of {len(epoch)}")
     fields = _FIELDS.pack(
         MAGIC, VERSION, HEADER_NBYTES, header.num_tokens, header.shelf, epoch, header.hash, header.parent,
-        header.nbytes, header.checksum,
+        header.nbytes, header.checksum, header.owner,
     )  # fmt: skip
     head = fields.ljust(_SUM_AT, b"\x00")
     return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
@@ -90,7 +93,8 @@ def unpack(data: bytes | bytearray | memoryview) -> RecordHeader:
     if len(data) < HEADER_NBYTES:
         raise BadRecord(f"{len(data)} bytes of a header")
     head = bytes(data[:HEADER_NBYTES])
-    magic, version, nbytes, num_tokens, shelf, epoch, digest, parent, payload, checksum = _FIELDS.unpack_from(head)
+    fields = _FIELDS.unpack_from(head)
+    magic, version, nbytes, num_tokens, shelf, epoch, digest, parent, payload, checksum, owner = fields
     if magic != MAGIC:
         raise BadRecord("no record begins here")
     if xxhash.xxh3_64_intdigest(head[:_SUM_AT]) != _SUM.unpack_from(head, _SUM_AT)[0]:
@@ -98,4 +102,4 @@ def unpack(data: bytes | bytearray | memoryview) -> RecordHeader:
     if (version, nbytes) != (VERSION, HEADER_NBYTES):
         raise BadRecord(f"format {version} with headers of {nbytes} bytes")
     text = epoch.rstrip(b"\x00").decode("ascii", "replace")
-    return RecordHeader(digest, parent, num_tokens, payload, checksum, shelf, text)
+    return RecordHeader(digest, parent, num_tokens, payload, checksum, shelf, text, owner)

@@ -8,17 +8,23 @@ that lapses puts its blocks into quarantine until the writer is known to be done
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.block import BLOCK_TOKENS
 from kvstore.eviction import EvictionPolicy, S3FifoPolicy
 from kvstore.handoff import checksum
 from kvstore.index import Dump, EventLog, Op
+from kvstore.owners import Owners, Quotas
 from kvstore.pool import BlockPool
 from schemas.messages import BlockRef
+from schemas.tenants import SHARED
 
 MAX_LEASES = 1024
+COUNTERS = (
+    "hits misses inserted evicted evicted_quota corrupt aborted lapsed_writes lapsed_reads refused over_quota"
+).split()
 
 
 @dataclass(slots=True)
@@ -32,6 +38,9 @@ class Header:
     epoch: str
     block: int
     generation: int
+    owner: bytes = SHARED
+    head: bytes = b""  # the first block of its chain that was stored when it came
+    depth: int = 1  # blocks from there to this one
     pins: int = 0
 
 
@@ -57,6 +66,7 @@ class _Write:
     hashes: list[bytes]
     parents: list[bytes]
     blocks: list[int]
+    owners: list[bytes]
     until: float
     writer: str
 
@@ -70,20 +80,27 @@ class _Read:
 class HostTier:
     """Stored blocks of one owner, over a pool of their own. Times are seconds on any one clock."""
 
-    def __init__(self, pool: BlockPool, *, policy: EvictionPolicy | None = None, max_leases: int = MAX_LEASES) -> None:
-        """Start empty over a pool that nobody else allocates from."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        policy: EvictionPolicy | None = None,
+        max_leases: int = MAX_LEASES,
+        quotas: Quotas | None = None,
+    ) -> None:
+        """Start empty over a pool that nobody else allocates from; `quotas` are the most bytes of each owner."""
         self.pool = pool
         self.epoch = pool.handle().epoch
         self.events = EventLog(self.epoch)
         self._policy: EvictionPolicy = policy if policy is not None else S3FifoPolicy(pool.num_blocks)
         self._max_leases = max_leases
+        self.owners = Owners(quotas)
+        self._held: set[bytes] = set()  # not to be evicted, stored or not
         self._stored: dict[bytes, Header] = {}
         self._writes: dict[str, _Write] = {}
         self._reads: dict[str, _Read] = {}
-        self._lapsed: dict[str, str] = {}  # quarantined ticket → its writer
-        self._counts = dict.fromkeys(
-            "hits misses inserted evicted corrupt aborted lapsed_writes lapsed_reads refused".split(), 0
-        )
+        self._lapsed: dict[str, _Write] = {}  # by quarantined ticket
+        self._counts = dict.fromkeys(COUNTERS, 0)
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -96,8 +113,12 @@ class HostTier:
         deadline: float,
         *,
         writer: str = "",
+        owners: Sequence[bytes] = (),
     ) -> Staging:
         """Lend staging blocks for those hashes that are not stored; fewer, or none, when the tier is full.
+
+        An owner at its quota first loses what of its own goes next, and never pushes out anything of another's for
+        what is beyond it.
 
         Two writers of one hash get different blocks; whoever commits first is stored. A known ticket gets the same
         answer again only by its first call: a repetition is refused with an empty one.
@@ -109,6 +130,7 @@ class HostTier:
             now: the time.
             deadline: end of the lease.
             writer: who will write, for `writer_gone`.
+            owners: whose each block is; `SHARED` where the list ends.
         """
         known = ticket in self._writes or ticket in self._lapsed
         if known or len(self._writes) >= self._max_leases or len(hashes) != len(parents) or deadline <= now:
@@ -116,17 +138,24 @@ class HostTier:
             return Staging()
         wanted = []
         for position, digest in enumerate(hashes):
-            if digest in self._stored:
-                self._policy.touch(digest)
+            header = self._stored.get(digest)
+            if header is not None:
+                self._touch(header)
             else:
                 wanted.append(position)
         # A chain is useful from its head on, so a full tier drops the tail of the wish.
-        wanted = wanted[: self._make_room(len(wanted), keep=set(hashes))]
+        whose = [*owners[: len(hashes)], *[SHARED] * (len(hashes) - len(owners))]
+        keep = set(hashes)
+        wanted = self._within_quotas(wanted, whose, keep)
+        wanted = wanted[: self._make_room(len(wanted), keep)]
         if not wanted:
             return Staging()
         blocks = self.pool.allocate(len(wanted))
+        charged = [whose[i] for i in wanted]
+        for owner in charged:
+            self.owners.charge(owner, self.pool.block_nbytes)
         self._writes[ticket] = _Write(
-            [hashes[i] for i in wanted], [parents[i] for i in wanted], blocks, deadline, writer
+            [hashes[i] for i in wanted], [parents[i] for i in wanted], blocks, charged, deadline, writer
         )
         return Staging(wanted, self.pool.refs(blocks))
 
@@ -143,43 +172,49 @@ class HostTier:
         if write is None:
             return 0
         if head and ok and 0 < len(checksums) < len(write.blocks):
-            self.pool.free(write.blocks[len(checksums) :])
-            for part in (write.hashes, write.parents, write.blocks):
+            self._free(write.blocks[len(checksums) :], write.owners[len(checksums) :])
+            for part in (write.hashes, write.parents, write.blocks, write.owners):
                 del part[len(checksums) :]
         if not ok or len(checksums) != len(write.blocks):
             self._counts["aborted"] += 1
-            self.pool.free(write.blocks)
+            self._free(write.blocks, write.owners)
             return 0
         inserted = 0
         refs = self.pool.refs(write.blocks)
-        for digest, parent, ref, total in zip(write.hashes, write.parents, refs, checksums, strict=True):
+        for digest, parent, ref, total, owner in zip(
+            write.hashes, write.parents, refs, checksums, write.owners, strict=True
+        ):
             if digest in self._stored:
-                self.pool.free([ref.index])  # another writer was first
+                self._free([ref.index], [owner])  # another writer was first
                 continue
+            before = self._stored.get(parent)
+            first, depth = (digest, 1) if before is None else (before.head, before.depth + 1)
             self._stored[digest] = Header(
-                digest, parent, BLOCK_TOKENS, total, self.epoch, ref.index, ref.generation
+                digest, parent, BLOCK_TOKENS, total, self.epoch, ref.index, ref.generation, owner, first, depth
             )
             self.events.record(Op.ADD, digest, parent)
             inserted += 1
         # The head of a chain is touched last, so that its tail is evicted before it.
         for digest in reversed(write.hashes):
-            self._policy.insert(digest)
+            self._rank(self._stored[digest])
         self._counts["inserted"] += inserted
         return inserted
 
     def absolve(self, ticket: str) -> int:
         """The writer of a lapsed lease is done: free its blocks."""
-        self._lapsed.pop(ticket, None)
+        write = self._lapsed.pop(ticket, None)
+        for owner in () if write is None else write.owners:
+            self.owners.discharge(owner, self.pool.block_nbytes)
         return self.pool.absolve(ticket)
 
     def writer_gone(self, writer: str) -> int:
         """A writer's exit is confirmed: drop all its leases; returns how many blocks came back."""
         freed = 0
         for ticket in [t for t, w in self._writes.items() if w.writer == writer]:
-            blocks = self._writes.pop(ticket).blocks
-            self.pool.free(blocks)
-            freed += len(blocks)
-        for ticket in [t for t, w in self._lapsed.items() if w == writer]:
+            write = self._writes.pop(ticket)
+            self._free(write.blocks, write.owners)
+            freed += len(write.blocks)
+        for ticket in [t for t, w in self._lapsed.items() if w.writer == writer]:
             freed += self.absolve(ticket)
         return freed
 
@@ -251,6 +286,10 @@ class HostTier:
     def __contains__(self, digest: object) -> bool:
         return digest in self._stored
 
+    def prefix(self, digest: bytes) -> Header | None:
+        """Return what is known of a stored block, None if it is not stored; it is no use of it."""
+        return self._stored.get(digest)
+
     def _follow(self, hashes: Sequence[bytes], parents: Sequence[bytes]) -> list[Header]:
         """Return the headers of the longest stored prefix; one that does not fit the chain is dropped."""
         headers: list[Header] = []
@@ -269,7 +308,7 @@ class HostTier:
         for header in headers:
             header.pins += 1
         for header in reversed(headers):
-            self._policy.touch(header.hash)
+            self._touch(header)
         everything = [*before, *headers]
         self._reads[ticket] = _Read(everything, until)
         refs = self.pool.refs([header.block for header in everything])
@@ -283,7 +322,7 @@ class HostTier:
         for header in read.headers:
             header.pins -= 1
             if header.pins == 0 and self._stored.get(header.hash) is not header:
-                self.pool.free([header.block])  # was condemned while it was being read
+                self._free([header.block], [header.owner])  # was condemned while it was being read
         return True
 
     def reading(self, ticket: str) -> bool:
@@ -306,6 +345,31 @@ class HostTier:
         """A reader's copy did not match: check these blocks and drop the bad ones; returns how many."""
         return sum(1 for digest in hashes if digest in self._stored and not self.verify(digest))
 
+    # --- pins --------------------------------------------------------------------------------------
+
+    def hold(self, hashes: Iterable[bytes]) -> None:
+        """Keep these blocks from being evicted until `let_go`, those too that are stored later.
+
+        They leave the order of eviction, so that looking for a victim takes no longer for them.
+        """
+        for digest in hashes:
+            self._held.add(digest)
+            if digest in self._stored:
+                self._policy.remove(digest)
+                self.owners.remove(self._stored[digest].owner, digest)
+
+    def let_go(self, hashes: Sequence[bytes]) -> None:
+        """These blocks may be evicted again; in the order they are as if new."""
+        self._held.difference_update(hashes)
+        for digest in reversed(hashes):
+            if digest in self._stored:
+                self._rank(self._stored[digest])
+
+    def _rank(self, header: Header) -> None:
+        if header.hash not in self._held:
+            self._policy.insert(header.hash)
+            self.owners.insert(header.owner, header.hash)
+
     # --- time --------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[str]:
@@ -317,7 +381,7 @@ class HostTier:
         for ticket in late:
             write = self._writes.pop(ticket)
             self.pool.quarantine(write.blocks, ticket)
-            self._lapsed[ticket] = write.writer
+            self._lapsed[ticket] = write
             self._counts["lapsed_writes"] += 1
         return late
 
@@ -331,12 +395,13 @@ class HostTier:
     @property
     def unconfirmed(self) -> dict[str, str]:
         """Lapsed write leases by ticket, with their writers."""
-        return dict(self._lapsed)
+        return {ticket: write.writer for ticket, write in self._lapsed.items()}
 
     def statistics(self) -> dict[str, float]:
         """Return gauges and counters by name."""
         return {
             "stored": len(self._stored),
+            "held": len(self._held),
             "writes": len(self._writes),
             "reads": len(self._reads),
             "unconfirmed": len(self._lapsed),
@@ -358,6 +423,9 @@ class HostTier:
             for header in lease.headers:
                 pins[id(header)] = pins.get(id(header), 0) + 1
         assert all(header.pins == pins.get(id(header), 0) for header in self._stored.values()), "pins do not add up"
+        held = (self.pool.in_use + self.pool.num_quarantined) * self.pool.block_nbytes
+        assert self.owners.total_nbytes == held, "owners do not add up"
+        self.owners.check_integrity({h.hash: h.owner for h in self._stored.values() if h.hash not in self._held})
 
     # --- parts -------------------------------------------------------------------------------------
 
@@ -365,6 +433,36 @@ class HostTier:
         ref = BlockRef(index=header.block, generation=header.generation)
         whole = header.hash == digest and header.num_tokens == BLOCK_TOKENS and header.epoch == self.epoch
         return whole and self.pool.check([ref])
+
+    def _within_quotas(self, wanted: list[int], whose: list[bytes], keep: set[bytes]) -> list[int]:
+        """Return what of a wish its owners may have, once their own blocks have gone for it: its head, of each."""
+        size = self.pool.block_nbytes
+        counts = Counter(whose[i] for i in wanted)
+        for owner, count in counts.items():
+            while (room := self.owners.room(owner)) is not None and room < count * size:
+                victim = self.owners.victim(owner, lambda key: key not in keep and self._stored[key].pins == 0)
+                if victim is None:
+                    counts[owner] = max(0, room // size)
+                    break
+                self._drop(victim)
+                self._counts["evicted_quota"] += 1
+        out = []
+        for i in wanted:
+            if counts[whose[i]] > 0:
+                counts[whose[i]] -= 1
+                out.append(i)
+        self._counts["over_quota"] += len(wanted) - len(out)
+        return out
+
+    def _touch(self, header: Header) -> None:
+        self._policy.touch(header.hash)
+        if self.owners.ranked:  # each block of each lookup comes here before a first token
+            self.owners.touch(header.owner, header.hash)
+
+    def _free(self, blocks: Sequence[int], owners: Sequence[bytes]) -> None:
+        self.pool.free(blocks)
+        for owner in owners:
+            self.owners.discharge(owner, self.pool.block_nbytes)
 
     def _make_room(self, wanted: int, keep: set[bytes]) -> int:
         """Evict until `wanted` blocks can be had, or nothing more can go; returns how many can be had."""
@@ -383,6 +481,7 @@ class HostTier:
     def _drop(self, digest: bytes) -> None:
         header = self._stored.pop(digest)
         self._policy.remove(digest)
+        self.owners.remove(header.owner, digest)
         self.events.record(Op.DROP, digest)
         if header.pins == 0:
-            self.pool.free([header.block])
+            self._free([header.block], [header.owner])

@@ -329,6 +329,7 @@ class KvLookup(Message):
     reply: RefField
     deadline: float = 0.0
     block_s: float = 0.0  # seconds that the asker takes to compute a block; 0: not known
+    owner: bytes = b""  # digest of the tenant that asks: what is fetched from another host for it is its own
 
 
 class KvFound(Message):
@@ -361,11 +362,15 @@ class KvDamaged(Message):
 
 
 class KvReserve(Message):
-    """Ask for staging blocks to write; answered with `KvReserved` (fewer or none when the tier is full)."""
+    """Ask for staging blocks to write; answered with `KvReserved` (fewer or none when the tier is full).
+
+    `owners` are digests of tenants, one for each block; where the list ends, the blocks are nobody's.
+    """
 
     ticket: str
     hashes: list[bytes]
     parents: list[bytes]
+    owners: list[bytes] = []
     pool: PoolHandle  # of the writer: the tier takes only blocks of its own layout
     reply: RefField
     deadline: float = 0.0
@@ -412,6 +417,152 @@ class KvDumpQuery(Message):
     tier: str
     start: int = 0
     reply: RefField
+
+
+class PinPrompt(Message):
+    """Keep a prompt's stored prefix for a while; answered with `PromptPinned`. To any admission actor.
+
+    `body` has `messages` (chat) or `prompt` (completion), maybe `model` and `cache_salt`. A known `pin` is
+    pinned anew.
+    """
+
+    ticket: str
+    api: str
+    body: dict[str, Any]
+    ttl_s: float
+    tenant: str = "default"
+    pin: str = ""  # its id; empty: a new one
+    reply: RefField
+
+
+class PromptPinned(Message):
+    """What is pinned until when (Unix seconds): blocks of the prompt, and how many of them are stored now."""
+
+    ticket: str
+    pin: str = ""
+    tokens: int = 0
+    blocks: int = 0
+    stored: int = 0
+    until: float = 0.0
+    error: dict[str, Any] | None = None
+
+
+class ChainQuery(Message):
+    """By which hashes does this engine know the blocks of a prompt? Answered with `Chain`."""
+
+    ticket: str
+    prompt_ids: list[int]
+    tenant: str
+    cache_salt: str = ""
+    reply: RefField
+
+
+class Chain(Message):
+    """The hash of each full block of a prompt."""
+
+    ticket: str
+    hashes: list[bytes]
+
+
+class KvPin(Message):
+    """Do not evict these blocks for so long, also those that are stored later; answered with `KvPinned`."""
+
+    ticket: str
+    pin: str
+    hashes: list[bytes]
+    owner: bytes
+    ttl_s: float
+    reply: RefField
+
+
+class KvPinned(Message):
+    """How many of the blocks are stored, and until when (Unix seconds) they are pinned; or why they are not."""
+
+    ticket: str
+    stored: int = 0
+    until: float = 0.0
+    error: dict[str, Any] | None = None
+
+
+class KvUnpin(Message):
+    """End a pin; answered with `KvUnpinned`."""
+
+    ticket: str
+    pin: str
+    reply: RefField
+
+
+class KvUnpinned(Message):
+    """Whether there was such a pin."""
+
+    ticket: str
+    known: bool
+
+
+class KvStatusQuery(Message):
+    """What do you hold, whose is it, and what is it good for? Answered with `KvStatus`. `top` bounds its lists."""
+
+    ticket: str
+    reply: RefField
+    top: int = 10
+
+
+class KvTier(Model):
+    """One tier of a store: what it holds and may hold, and what it was asked for since its start."""
+
+    kind: str
+    nbytes: int = 0
+    max_nbytes: int = 0
+    blocks: int = 0
+    hits: int = 0  # blocks
+    misses: int = 0  # blocks
+    stored: int = 0  # blocks
+    evicted: int = 0  # blocks
+    corrupt: int = 0  # blocks
+    unhealthy: str = ""
+
+
+class KvPrefix(Model):
+    """A prefix that was found: its first block's hash, most tokens found at once, how often, and when last (Unix)."""
+
+    head: bytes
+    owner: bytes
+    tokens: int
+    hits: int
+    last: float
+
+
+class KvTenant(Model):
+    """What a tenant, known by a digest, has in a tier; without `owner`: all that are not listed. `limit` 0: none."""
+
+    tier: str
+    owner: bytes = b""
+    nbytes: int = 0
+    limit: int = 0
+
+
+class KvPinRow(Model):
+    """A pin: the hash of its first block, its blocks, how many of them are stored, and its end (Unix seconds)."""
+
+    pin: str
+    owner: bytes
+    head: bytes
+    blocks: int
+    stored: int
+    until: float
+
+
+class KvStatus(Message):
+    """State of one store; nothing in it tells a text or a name."""
+
+    ticket: str
+    host: str = ""
+    lookups: int = 0
+    found: int = 0  # lookups that found anything
+    tiers: list[KvTier] = []
+    prefixes: list[KvPrefix] = []
+    tenants: list[KvTenant] = []
+    pins: list[KvPinRow] = []
 
 
 class KvDump(Message):

@@ -70,6 +70,8 @@ class Settings(BaseSettings):
         "", pattern=r"^[A-Za-z0-9-]{0,64}$", description="header that names the tenant; empty: all requests are of one"
     )
 
+    admin_token: SecretStr | None = Field(None, description="bearer token for /v1/kv/pins; empty: nobody may")
+
     # The bus
     bus_url: str = Field("", description="an existing NATS server; empty: one is started with the instance")
     bus_token: SecretStr | None = Field(None, description="token for the bus")
@@ -97,6 +99,11 @@ class Settings(BaseSettings):
         "auto", description="where other hosts fetch stored KV: off | auto (once there is one) | HOST[:PORT]"
     )
     kv_advertise: str = Field("", description="host by which others reach kv_listen, where it is another one")
+    kv_tenant_bytes: int = Field(0, ge=0, description="most bytes of one tenant in the host tier; 0: no limit")
+    kv_tenant_disk_bytes: int = Field(0, ge=0, description="most bytes of one tenant on the disk tier; 0: no limit")
+    kv_tenants: dict[str, dict[Literal["host", "disk"], Annotated[int, Field(ge=0)]]] = Field(
+        {}, description="a tenant's own limits in place of these two, as {TENANT: {host: BYTES, disk: BYTES}}"
+    )
     token_budget: int = Field(256, ge=1, description="tokens per step, prefill chunks and decode together")
     max_running: int = Field(64, ge=1, description="sequences that one engine runs at once")
     parking_tokens: int = Field(4096, ge=0, description="tokens of KV in host memory for preempted sequences; 0: none")
@@ -294,7 +301,7 @@ def env_text(value: Any) -> str:
     """Text of a value as an environment variable holds it; secrets in clear."""
     if isinstance(value, SecretStr):
         return value.get_secret_value()
-    return json.dumps(value) if isinstance(value, (bool, int, float)) else str("" if value is None else value)
+    return json.dumps(value) if isinstance(value, (bool, int, float, dict)) else str("" if value is None else value)
 
 
 def masked(value: Any) -> Any:
@@ -334,7 +341,10 @@ def _from_env(env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
         sources[key] = f"env {name}"
         field = Settings.model_fields.get(key)
         if field is not None:
-            values[key] = source.prepare_field_value(key, field, env[name], value_is_complex=False)
+            try:
+                values[key] = source.prepare_field_value(key, field, env[name], value_is_complex=False)
+            except ValueError as exc:
+                raise SettingsError([f"{key} (env {name}): not JSON: {exc}"]) from exc
     return values, sources
 
 

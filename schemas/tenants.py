@@ -6,6 +6,7 @@ something that checks who asks and sets the header itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -35,6 +36,12 @@ def tenant_of(headers: Mapping[str, str], header: str) -> str:
     return value
 
 
+def owner_in(field: bytes) -> bytes:
+    """Return the owner that a message names, `SHARED` if what it names is none."""
+    return field if len(field) == OWNER_NBYTES else SHARED
+
+
+@functools.lru_cache(maxsize=4096)
 def owner_of(tenant: str) -> bytes:
     """Return the digest, 8 bytes, by which the store knows a tenant: it counts by it and cannot tell the name."""
     return hashlib.blake2b(tenant.encode(), digest_size=OWNER_NBYTES, person=b"headrace tenant").digest()

@@ -26,7 +26,9 @@ from kvstore.errors import BadRecord, DiskBusy
 from kvstore.eviction import EvictionPolicy, LruPolicy
 from kvstore.handoff import checksum
 from kvstore.index import Dump, EventLog
+from kvstore.owners import Quotas, Share
 from kvstore.record import HEADER_NBYTES, RecordHeader, pack, shelf_of
+from schemas.tenants import SHARED
 
 READ_LEASE_S = 10.0
 NO_ROOM = (codes.ENOSPC, codes.EDQUOT, codes.EFBIG)
@@ -45,6 +47,7 @@ class Block:
     num_tokens: int
     checksum: int
     data: memoryview
+    owner: bytes = SHARED
 
 
 class DiskTier:
@@ -59,6 +62,7 @@ class DiskTier:
         epoch: str,
         max_nbytes: int,
         sync: bool = False,
+        quotas: Quotas | None = None,
         policy: Callable[[], EvictionPolicy] = LruPolicy,
         files: Files | None = None,
         step: Callable[[str], None] = lambda name: None,
@@ -73,6 +77,7 @@ class DiskTier:
             max_nbytes: most bytes on the disk, blocks of other layouts in the directory included.
             sync: wait for the disk before a segment counts as written. Without it a loss of power may lose blocks,
                 never falsify one.
+            quotas: most bytes of each owner, of `max_nbytes`.
             policy: makes what decides which segment goes first.
             files: the operating system.
             step: told each step of a write by name, for tests that end the process there.
@@ -90,7 +95,9 @@ class DiskTier:
         self._writing = threading.Lock()  # held by whoever changes files
         self._owner: Lock | None = None
         self.events = EventLog(epoch)
-        self._catalog = Catalog(policy(), self.events)
+        self._quotas = quotas
+        self._held: set[bytes] = set()
+        self._catalog = self._new_catalog()
         self._foreign: list[tuple[Path, Found]] = []  # of other layouts, the oldest first
         self._number = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -120,7 +127,7 @@ class DiskTier:
                 self._owner.release()
             self._owner = None
             self._catalog.clear()
-            self._catalog = Catalog(self._make_policy(), self.events)
+            self._catalog = self._new_catalog()
             self._foreign = []
 
     def probe(self, now: float) -> bool:
@@ -154,12 +161,13 @@ class DiskTier:
         self._counts["leftovers"] += stock.leftovers
         with self._lock:
             self._catalog.clear()  # reads of it go on; their leases are its own
-            self._catalog = Catalog(self._make_policy(), self.events)
+            self._catalog = self._new_catalog()
             self._foreign = stock.foreign
             # Of two copies the later one is better: it was written because the first was not.
             latest = {slot.header.hash: slot for scan in stock.scans for slot in scan.slots}
             for scan in stock.scans:
-                segment = Segment(scan.name, scan.charge)
+                # Whoever writes puts one owner's blocks into a segment.
+                segment = Segment(scan.name, scan.charge, scan.slots[0].header.owner if scan.slots else SHARED)
                 places = (
                     (s.header.hash, Place(segment, s.offset, s.header.parent, s.header.num_tokens, s.header.checksum))
                     for s in scan.slots
@@ -180,9 +188,9 @@ class DiskTier:
     # --- writing -----------------------------------------------------------------------------------
 
     def write(self, blocks: Sequence[Block], now: float) -> int:
-        """Store blocks that are not stored yet, as one segment; returns how many were inserted.
+        """Store blocks that are not stored yet, as a segment for each owner; returns how many were inserted.
 
-        A block whose data do not have its checksum is left out. Anything else that goes wrong stores none of them.
+        A block whose data do not have its checksum is left out. Anything else that goes wrong stores none of a segment.
         """
         with self._writing:
             if self._owner is None or not self.health.ok:
@@ -190,18 +198,27 @@ class DiskTier:
                 return 0
             wanted = {b.hash: b for b in blocks if b.hash not in self._catalog.records}
             whole = [b for b in wanted.values() if self._sound(b)]
-            # Its beginning is worth most in a chain that is larger than the whole tier.
-            whole = whole[: max(0, self._max_nbytes - PAGE) // self._stride]
-            if not whole or not self._make_room(len(whole) * self._stride + PAGE, now):
-                self._counts["refused"] += len(whole)
-                return 0
-            return self._write(whole, now)
+            by_owner: dict[bytes, list[Block]] = {}
+            for block in whole:
+                by_owner.setdefault(block.owner, []).append(block)
+            return sum(self._write_for(owner, theirs, now) for owner, theirs in by_owner.items())
 
-    def _write(self, blocks: list[Block], now: float) -> int:
+    def _write_for(self, owner: bytes, blocks: list[Block], now: float) -> int:
+        # Its beginning is worth most in a chain that is larger than all that may be stored.
+        most = min(self._max_nbytes, self._catalog.owners.limit(owner) or self._max_nbytes)
+        whole = blocks[: max(0, most - PAGE) // self._stride]
+        nbytes = len(whole) * self._stride + PAGE
+        if not whole or not self.health.ok or not self._within_quota(owner, nbytes) or not self._make_room(nbytes, now):
+            self._counts["refused"] += len(blocks)
+            return 0
+        self._counts["refused"] += len(blocks) - len(whole)
+        return self._write(whole, owner, now)
+
+    def _write(self, blocks: list[Block], owner: bytes, now: float) -> int:
         self._number += 1
         name = segment_name(self._number, self._epoch)
         staging = self.folder / staging_name(self._number, self._epoch)
-        records = [(self._header(b.hash, b.parent, b.num_tokens, b.checksum), b.data) for b in blocks]
+        records = [(self._header(b.hash, b.parent, b.num_tokens, b.checksum, owner), b.data) for b in blocks]
         try:
             charge = write_segment(self._files, staging, self.folder / name, records, sync=self._sync, step=self._step)
         except OSError as exc:
@@ -210,7 +227,7 @@ class DiskTier:
             if exc.errno in NO_ROOM:
                 self._give_way()
             return 0
-        segment = Segment(name, charge)
+        segment = Segment(name, charge, owner)
         places = (
             (b.hash, Place(segment, i * self._stride, b.parent, b.num_tokens, b.checksum)) for i, b in enumerate(blocks)
         )
@@ -228,8 +245,11 @@ class DiskTier:
         self._counts["rejected"] += 1
         return False
 
-    def _header(self, digest: bytes, parent: bytes, num_tokens: int, total: int) -> bytes:
-        return pack(RecordHeader(digest, parent, num_tokens, self.block_nbytes, total, self.shelf, self._epoch))
+    def _header(self, digest: bytes, parent: bytes, num_tokens: int, total: int, owner: bytes = SHARED) -> bytes:
+        return pack(RecordHeader(digest, parent, num_tokens, self.block_nbytes, total, self.shelf, self._epoch, owner))
+
+    def _new_catalog(self) -> Catalog:
+        return Catalog(self._make_policy(), self.events, self._quotas, self._held)
 
     # --- room --------------------------------------------------------------------------------------
 
@@ -249,9 +269,17 @@ class DiskTier:
                 return False
         return True
 
-    def _evict(self) -> bool:
+    def _within_quota(self, owner: bytes, nbytes: int) -> bool:
+        """Remove this owner's own segments until so many bytes more are within its quota."""
+        self._remove_doomed()
+        while (room := self._catalog.owners.room(owner)) is not None and room < nbytes:
+            if not self._evict(owner):
+                return False
+        return True
+
+    def _evict(self, owner: bytes | None = None) -> bool:
         with self._lock:
-            victim = self._catalog.victim()
+            victim = self._catalog.victim(owner)
             if victim is None:
                 return False  # all that is left is being read
             self._counts["evicted"] += self._catalog.doom(victim)
@@ -284,6 +312,26 @@ class DiskTier:
     def peek(self, hashes: Sequence[bytes], parents: Sequence[bytes]) -> int:
         """Return the length of the longest stored prefix; a hint, which changes nothing and waits for nobody."""
         return len(self._catalog.prefix(hashes, parents))
+
+    def owners_of(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return whose each block is; `SHARED` for what is not stored."""
+        places = [self._catalog.records.get(digest) for digest in hashes]
+        return [SHARED if place is None else place.segment.owner for place in places]
+
+    def hold(self, hashes: Iterable[bytes]) -> None:
+        """Evict these blocks last, see `Catalog.hold`."""
+        with self._lock:
+            self._catalog.hold(hashes)
+
+    def let_go(self, hashes: Iterable[bytes]) -> None:
+        """These blocks are like any other again."""
+        with self._lock:
+            self._catalog.let_go(hashes)
+
+    def shares(self) -> list[Share]:
+        """What each owner's segments take from the disk, most bytes first; other layouts are nobody's."""
+        with self._lock:
+            return self._catalog.owners.shares()
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._catalog.records

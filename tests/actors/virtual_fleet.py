@@ -27,6 +27,7 @@ from engine.live import StepResult
 from engine.plan import Runner
 from engine.scripted_runner import Rules, ScriptedRunner
 from headrace.byte_text import ByteText
+from kvstore.owners import Quotas
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
 from runtime.node import Node
@@ -150,6 +151,7 @@ class Fleet:
         self.whole_below = whole_below  # 0: every request takes every hop
         self.disk: DiskConfig | None = None
         self.hosts: dict[str, str] = {}  # of nodes that are not on the first host
+        self.quotas: Quotas | None = None
         self.directory = directory
         self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
@@ -178,7 +180,7 @@ class Fleet:
             case "kv":
                 return KvActor(
                     context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=self.disk,
-                    remote=bool(self.hosts),
+                    remote=bool(self.hosts), quotas=self.quotas,
                 )  # fmt: skip
             case _:
                 return SteppedEngineActor(
@@ -341,6 +343,7 @@ async def fleet(
     whole_below: int = 0,
     disk: DiskConfig | None = None,
     hosts: dict[str, str] | None = None,
+    quotas: Quotas | None = None,
     **layout: int,
 ) -> AsyncIterator[Fleet]:
     """Start an instance, two of whatever may be killed; errors in handlers are raised at the end."""
@@ -348,7 +351,7 @@ async def fleet(
     loop.run_in_executor = _at_once  # type: ignore[method-assign, assignment]
     async with MemorySystem(clock=clock) as system:
         made = Fleet(system, directory, make_runner, whole_below)
-        made.disk = disk
+        made.disk, made.quotas = disk, quotas
         made.hosts = hosts or {}
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):

@@ -167,3 +167,22 @@ def test_a_format_of_keys_and_values_needs_an_engine_that_rounds() -> None:
             load({"kv_format": "int8", **other}, environ={})
     with pytest.raises(SettingsError, match="kv_format"):
         load({"kv_format": "int4"}, environ={})
+
+
+def test_limits_of_single_tenants_come_from_the_file_or_the_environment(tmp_path: Path) -> None:
+    """And reach child processes as they are."""
+    config = write(tmp_path, "kv_tenant_bytes = 5\n[kv_tenants.acme]\nhost = 10\ndisk = 0\n")
+
+    loaded = load({}, config=config, environ={})
+
+    assert loaded.settings.kv_tenants == {"acme": {"host": 10, "disk": 0}}
+    assert load({}, environ=loaded.to_env()).settings == loaded.settings
+
+
+@pytest.mark.parametrize("text", ["{", "3", '{"acme": 3}', '{"acme": {"host": -1}}', '{"acme": {"gpu": 1}}'])
+def test_bad_limits_are_refused_with_their_source(text: str) -> None:
+    """Not JSON, no object, negative, a tier that is none."""
+    with pytest.raises(SettingsError) as caught:
+        load({}, environ={"HEADRACE_KV_TENANTS": text})
+
+    assert "kv_tenants (env HEADRACE_KV_TENANTS)" in str(caught.value)

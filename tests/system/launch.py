@@ -152,6 +152,11 @@ class System:
         out = subprocess.run(argv, capture_output=True, text=True, timeout=20, env=self._env, check=True)
         return list(json.loads(out.stdout))
 
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run another command of the program beside this instance."""
+        argv = [*COMMAND, *words, "--instance", self.name]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=20, env=self._env, check=False)
+
     def processes(self) -> list[psutil.Process]:
         """Return the supervisor and everything under it."""
         assert self.process is not None

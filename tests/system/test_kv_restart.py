@@ -186,3 +186,37 @@ def test_a_second_instance_does_not_touch_the_disk_of_the_first(
         for system in systems:
             stop(system)
     assert verify(disk)["bad"] == 0 and os.listdir(disk)
+
+
+def test_the_command_shows_stores_engines_and_prefixes(tmp_path: Path, script_file: Path, nats_binary: str) -> None:
+    """`headrace kv` over a real bus: what was stored and found, by whom, and no text of it."""
+    system = System(tmp_path, "--engine", f"scripted:{script_file}", "--decode", "1").start()
+    try:
+        ask(system)
+        wait_until(lambda: metric(system, "kv_stored") > 0, limit_s=10.0, what="the prompt is stored")
+        done, shown = (system.command("kv", *options) for options in (["--json"], []))
+    finally:
+        stop(system)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and [t["kind"] for t in found["stores"][0]["tiers"]] == ["host"]
+    assert found["stores"][0]["tiers"][0]["blocks"] > 0 and found["engines"][0]["blocks_cached"] > 0
+    assert shown.returncode == 0 and "host" in shown.stdout and "river" not in shown.stdout + done.stdout
+
+
+def test_a_prefix_is_pinned_from_the_command_line(tmp_path: Path, script_file: Path, nats_binary: str) -> None:
+    """Over a real bus: pinned, listed, shown, unpinned once."""
+    system = System(tmp_path, "--engine", f"scripted:{script_file}", "--decode", "1").start()
+    try:
+        ask(system)
+        wait_until(lambda: metric(system, "kv_stored") > 0, limit_s=10.0, what="the prompt is stored")
+        made = system.command("kv", "pin", STORY, "--ttl", "60", "--id", "story", "--json")
+        assert made.returncode == 0, made.stderr
+        listed = json.loads(system.command("kv", "pins", "--json").stdout)
+        assert metric(system, "kv_held") == len(STORY.encode()) // 16
+        ended = [system.command("kv", "unpin", "story").returncode for _ in range(2)]
+        refused = system.command("kv", "pin", "short")
+    finally:
+        stop(system)
+    assert json.loads(made.stdout)["blocks"] == len(STORY.encode()) // 16
+    assert [row["pin"] for row in listed] == ["story"] and ended == [0, 1]
+    assert refused.returncode == 1 and "shorter than a block" in refused.stderr
