@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from actors.transfer_peers import PeerConfig, Peers
 from kvstore.errors import KvError, TransferCorrupt
-from kvstore.handoff import copy_blocks
-from kvstore.shm import attach
+from kvstore.exports import copy_exported, open_pool
 from runtime.actor import Actor, Context
 from schemas import messages as m
 from schemas.errors import Cancelled, HeadraceError, Unavailable
@@ -195,5 +194,5 @@ class TransferActor(Actor):
 
 def _copy(running: _Running) -> list[int]:
     job = running.job
-    source, dest = attach(job.source_pool), attach(job.dest_pool)
-    return copy_blocks(source, job.source_blocks, dest, job.dest_blocks, should_stop=lambda: running.stop)
+    source, dest = open_pool(job.source_pool), open_pool(job.dest_pool)
+    return copy_exported(source, job.source_blocks, dest, job.dest_blocks, should_stop=lambda: running.stop)

@@ -11,10 +11,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvstore.errors import PeerFailed
+from kvstore.formats import stored_form
+from kvstore.handoff import PrivateMemory, copy_blocks
 from kvstore.shm import attach
 from kvstore.transport.base import Peer, PeerAddress, Transport, Wanted
 from kvstore.transport.grants import Grants
@@ -32,6 +34,7 @@ ANSWER_S = 0.5
 FETCH_LIMIT_S = 10.0
 MAX_PEERS = 64
 LISTEN_AGAIN_S = 5.0
+PACKED_AT_ONCE = 64  # blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,18 @@ def _place(bind: str) -> tuple[str, int]:
 
 
 def _fetch(peer: Peer, job: m.TransferJob, should_stop: Callable[[], bool], deadline: float) -> list[int]:
-    pool = job.source_pool
-    wanted = Wanted(job.ticket or job.job, pool.epoch, pool.layout, pool.block_nbytes, job.source_blocks, job.expected)
-    return peer.fetch(wanted, attach(job.dest_pool), job.dest_blocks, should_stop=should_stop, deadline=deadline)
+    pool, into = job.source_pool, attach(job.dest_pool)
+    form = pool.layout, pool.block_nbytes
+    wanted = Wanted(job.ticket or job.job, pool.epoch, *form, job.source_blocks, job.expected)
+    if form == (into.layout, into.block_nbytes) or form != stored_form(into.layout, into.block_nbytes):
+        return peer.fetch(wanted, into, job.dest_blocks, should_stop=should_stop, deadline=deadline)
+    # They travel packed, and are unpacked here, a few at a time so that the memory for it stays small.
+    sums: list[int] = []
+    own = PrivateMemory(*form, min(PACKED_AT_ONCE, len(job.source_blocks)))
+    for at in range(0, len(job.source_blocks), PACKED_AT_ONCE):
+        part = slice(at, at + PACKED_AT_ONCE)
+        some = replace(wanted, blocks=wanted.blocks[part], expected=wanted.expected[part])
+        refs, to = own.refs(len(some.blocks)), job.dest_blocks[part]
+        sums += peer.fetch(some, own, refs, should_stop=should_stop, deadline=deadline)
+        copy_blocks(own, refs, into, to, should_stop=should_stop)
+    return sums

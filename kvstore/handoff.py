@@ -30,6 +30,23 @@ class Memory(Protocol):
     def view(self) -> memoryview: ...
 
 
+class PrivateMemory:
+    """A few blocks of this process's own, between a store's form of them and an engine's."""
+
+    def __init__(self, layout: str, block_nbytes: int, num_blocks: int) -> None:
+        self.layout = layout
+        self.block_nbytes = block_nbytes
+        self._bytes = bytearray(block_nbytes * num_blocks)
+
+    def view(self) -> memoryview:
+        """Return the writable bytes of all blocks."""
+        return memoryview(self._bytes)
+
+    def refs(self, count: int) -> list[BlockRef]:
+        """Return references to the first so many."""
+        return [BlockRef(index=i, generation=0) for i in range(count)]
+
+
 def copy_blocks(
     src: Memory,
     src_refs: Sequence[BlockRef],
