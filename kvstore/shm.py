@@ -105,21 +105,6 @@ class AttachedPool:
         """Return the writable bytes of all blocks."""
         return self._view
 
-    def open_file(self) -> int:
-        """Open the file that is mapped here for reading; the caller closes the descriptor.
-
-        Raises:
-            PoolGone: if it is not there any more.
-        """
-        try:
-            fd = os.open(self.handle.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as exc:
-            raise PoolGone(self.handle.path, exc.strerror or "cannot be opened") from exc
-        if os.fstat(fd).st_ino != self._inode:
-            os.close(fd)
-            raise PoolGone(self.handle.path, "another file has its name")
-        return fd
-
     def present(self) -> bool:
         """Whether the owner still keeps the file."""
         try:

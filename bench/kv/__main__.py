@@ -1,7 +1,8 @@
-"""`python -m bench.kv`: what the KV store is worth, and what it costs, on one host.
+"""`python -m bench.kv`: what the KV store is worth, and what it costs, on one machine.
 
 - ttft: time to the first token of prompts that are computed, found in the device pool, in host memory after the pool
   had to make room, and on the disk after a restart of everything.
+- other: the same of prompts that another host has computed; the two are processes of this machine and speak TCP.
 - rates: megabytes per second from host to device memory and from the disk, with and without verification, beside a
   plain copy and plain reads in the same process.
 - cost: tokens per second of running streams with the host tier, and the disk below it, against without, in pairs.
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.client import LoadFailed
-from bench.kv import cost, plan, rates, ttft
+from bench.kv import cost, other_host, plan, rates, ttft
 from bench.load import GateFailed
 from bench.questions import ROOT
 from bench.servers import ServerFailed
@@ -39,8 +40,8 @@ from kvstore.errors import KvError
 from models.config import ModelConfig
 from models.source import open_model
 
-PARTS = ("ttft", "rates", "cost")
-NOT_MEASURED = {"other host": "not measured", "GPU": "not measured"}
+PARTS = ("ttft", "other", "rates", "cost")
+NOT_MEASURED = {"GPU": "not measured"}
 QUICK: dict[str, Any] = {"lengths": (256, LONG), "repetitions": 2, "turns": 3, "rounds": 2, "blocks": 64}
 FAILURES = (
     ServerFailed, LoadFailed, GateFailed, rates.WrongBytes, KvError, httpx.HTTPError, OSError, TimeoutError, ValueError,
@@ -71,6 +72,9 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     if "ttft" in args.parts:
         result["ttft"] = asyncio.run(ttft.measure(args, directory))
         print(f"  first tokens measured after {time.monotonic() - began:.0f} s", flush=True)
+    if "other" in args.parts:
+        result["other"] = asyncio.run(other_host.measure(args, directory))
+        print(f"  the other host measured after {time.monotonic() - began:.0f} s", flush=True)
     if "cost" in args.parts:
         result["cost"] = asyncio.run(cost.measure(args, directory))
     return result | NOT_MEASURED | {"took_s": round(time.monotonic() - began, 1)} | judge(result)
@@ -82,7 +86,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     for row in result.get("rates", []):
         for name in (rates.UNVERIFIED, rates.VERIFIED):
             found[f"{row['path']}, {name}"] = row[name]["met"]
-    for row in result.get("ttft", {}).get("rows", []):
+    for row in [*result.get("ttft", {}).get("rows", []), *result.get("other", [])]:
         if "met" in row:
             found[f"{row['path']}, {row['length']} tokens"] = row["met"]
     for row in result.get("cost", []):
@@ -101,6 +105,11 @@ COLUMNS: dict[str, dict[str, str]] = {
         "ttft_min_ms": "least", "ttft_max_ms": "most", "cached_tokens": "cached", "loaded_blocks": "loaded",
         "disk_blocks": "of disk", "read_mb": "MB read", "over_cold": "over cold", "target": "target", "met": "met",
     },
+    "other": {
+        "phase": "where", "length": "tokens", "path": "path", "samples": "n", "ttft_ms": "median ms",
+        "ttft_min_ms": "least", "ttft_max_ms": "most", "cached_tokens": "cached", "loaded_blocks": "loaded",
+        "disk_blocks": "fetched", "read_mb": "MB over TCP", "over_cold": "over cold",
+    },
     "cost": {
         "tier": "tier", "pairs": "pairs", "tokens_per_s_off": "tokens/s off", "tokens_per_s_on": "on", "ratio": "ratio",
         "low": "low", "high": "high", "target": "target", "met": "met", "blocks_per_s": "blocks/s",
@@ -108,7 +117,8 @@ COLUMNS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 TITLES = {
-    "rates": "Rates", "ttft": "Time to the first token", "cost": "Streams with and without write-back"
+    "rates": "Rates", "ttft": "Time to the first token", "other": "Time to the first token, from another host",
+    "cost": "Streams with and without write-back",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from bench.speculation import Pair, interval
 from bench.targets import KV_TTFT, KV_WRITE_BACK, LONG, Target
 from kvstore.block import BLOCK_TOKENS
 
-WARM_UP, COLD, DEVICE, HOST, DISK = "warm-up", "cold", "device", "host", "disk"
+WARM_UP, COLD, DEVICE, HOST, DISK, OTHER = "warm-up", "cold", "device", "host", "disk", "other host"
 BEFORE, AFTER = "before", "after"  # the restart of everything
 WHOLE = 0.9  # of a prompt's tokens: so much comes from a tier, or at most the rest does
 SPARE = 1.1  # a prompt has about as many tokens as it was meant to have
@@ -26,14 +26,15 @@ class Sample:
 
     Args:
         phase: before or after the restart.
-        path: `warm-up`, `cold`, `device`, `host` or `disk`.
+        path: `warm-up`, `cold`, `device`, `host`, `disk` or `other host`.
         length: tokens that the prompt was meant to have.
         number: names the prompt among those of its length; equal numbers are equal prompts.
         ttft_s: from sending to the first text.
         prompt_tokens, cached_tokens: as the answer's usage tells them.
         loaded_blocks: that the engine took from host memory, by its counter.
-        disk_blocks: that the store read from its disk into host memory, by its counter.
-        read_nbytes: that the system read from a disk for the store's process meanwhile; None where it does not tell.
+        disk_blocks: that the store got from its disk, or another host, into host memory, by its counter.
+        read_nbytes: that the system read from a disk for the store's process meanwhile, or that the other host's
+            counters say it has sent; None where it does not tell.
         text: the answer.
     """
 
@@ -66,6 +67,8 @@ class Sample:
                 right = self.cached_tokens >= least and loaded >= least and not self.disk_blocks
             case "disk":
                 right = self.disk_blocks > 0
+            case "other host":
+                right = self.disk_blocks > 0 and bool(self.read_nbytes)
             case _:
                 return f"no path {self.path!r}"
         if right:
@@ -128,13 +131,13 @@ def differing(samples: Iterable[Sample]) -> int:
     return sum(first.setdefault((s.length, s.number), s.text) != s.text for s in samples)
 
 
-def table(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def table(samples: Sequence[Sample], phases: Sequence[str] = (BEFORE, AFTER)) -> list[dict[str, Any]]:
     """Return a row for each phase, length and path: medians, and the ratio to the cold runs of the same phase."""
     rows = []
-    for phase in (BEFORE, AFTER):
+    for phase in phases:
         for length in sorted({s.length for s in samples}):
             cold = [s.ttft_s for s in samples if (s.phase, s.length, s.path) == (phase, length, COLD)]
-            for path in (COLD, DEVICE, HOST, DISK):
+            for path in (COLD, DEVICE, HOST, DISK, OTHER):
                 of = [s for s in samples if (s.phase, s.length, s.path) == (phase, length, path)]
                 if of:
                     rows.append({"phase": phase, "length": length, "path": path, **_row(of, cold)})
@@ -154,7 +157,7 @@ def _row(samples: Sequence[Sample], cold: Sequence[float]) -> dict[str, Any]:
         "loaded_blocks": round(statistics.median(s.loaded_blocks for s in samples)),
         "disk_blocks": round(statistics.median(s.disk_blocks for s in samples)),
     }  # fmt: skip
-    if path == DISK:
+    if path in (DISK, OTHER):
         row["read_mb"] = round(statistics.median(read) / 1e6, 1) if read else None
     if path != COLD and cold:
         value = statistics.median(ttft) / statistics.median(cold)

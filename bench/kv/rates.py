@@ -51,7 +51,7 @@ class Stored:
 
 
 def measure(directory: Path, num_blocks: int, block_nbytes: int, turns: int) -> list[dict[str, Any]]:
-    """Return a row per path: from host to device memory, and from the disk, remembered by the system or not.
+    """Return a row per path: host to device memory, another host, the disk, remembered by the system or not.
 
     Args:
         directory: on the disk.
@@ -72,12 +72,15 @@ def measure(directory: Path, num_blocks: int, block_nbytes: int, turns: int) -> 
         rng = random.Random(1)
         for block in _blocks(source):
             block[:] = rng.randbytes(block_nbytes)
+        from bench.kv.wire import fetches  # it measures by what is in this module
+
         copied = copies(source, dest, turns)
+        fetched = fetches(source, dest, turns)
         tier = DiskTier(directory, layout=LAYOUT, block_nbytes=block_nbytes, epoch="0", max_nbytes=NO_CAP, sync=True)
         stack.callback(tier.close)
         tier.open(time.monotonic())
         stored = Stored(tier, *_store(tier, source), source, dest)
-        return [copied, reads(stored, turns, forgotten=False), reads(stored, turns, forgotten=True)]
+        return [copied, fetched, reads(stored, turns, forgotten=False), reads(stored, turns, forgotten=True)]
 
 
 def copies(source: BlockPool, dest: BlockPool, turns: int) -> dict[str, Any]:

@@ -191,12 +191,26 @@ def test_forgetting_a_file_leaves_its_bytes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_sample_of_another_host_is_one_whose_blocks_it_sent() -> None:
+    """By the counters of both sides; with a ratio to the prompts that were new to both."""
+    here = replace(SAMPLE, phase="there", path=plan.OTHER, loaded_blocks=62, disk_blocks=62, ttft_s=0.1)
+    cold = replace(SAMPLE, phase="there")
+
+    assert replace(here, read_nbytes=4096).fault == ""
+    assert here.fault and replace(here, read_nbytes=0).fault and replace(here, read_nbytes=1, disk_blocks=0).fault
+    rows = plan.table([cold, replace(here, read_nbytes=2_000_000)], ("there",))
+    assert [(row["path"], row.get("over_cold"), row.get("read_mb")) for row in rows] == [
+        (plan.COLD, None, None),
+        (plan.OTHER, 0.1, 2.0),
+    ]
+
+
 @pytest.mark.slow
 def test_rates_are_those_of_real_copies_and_real_files(tmp_path: Path) -> None:
     """Eight blocks of 64 KiB; each path has a rate for each way."""
     rows = rates.measure(tmp_path, 8, 65_536, 3)
 
-    assert [row["path"] for row in rows] == ["host to device", "disk, remembered", "disk, forgotten"]
+    assert [row["path"] for row in rows] == ["host to device", "other host", "disk, remembered", "disk, forgotten"]
     for found in rows:
         assert all(found[f"{way}_mb_s"] > 0 for way in (rates.PLAIN, rates.UNVERIFIED, rates.VERIFIED))
         assert found[rates.VERIFIED]["met"] in (True, False)

@@ -406,7 +406,7 @@ def test_a_receiver_that_takes_nothing_is_cut_off(tmp_path: Path, monkeypatch: p
             while count(sides, "requests_total") < 1 or count(sides, "open") > 0:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-        assert 0 < count(sides, "bytes_total") < len(sides.source.view())
+        assert count(sides, "bytes_total") < len(sides.source.view())
     finally:
         sides.close()
 
