@@ -214,6 +214,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float], *, stops
     monkeypatch.setattr(Peers, "fetch", slowly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_slow_host_delays_nothing_for_long_and_its_staging_is_not_lent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
@@ -283,6 +284,7 @@ def fail_fetches(f: Fleet) -> None:
 FAULTS = [break_key, damage, close_listener, revoke_everything, tell_other_generations, fail_fetches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_on_the_way_is_a_miss(tmp_path: Path, fault: Callable[[Fleet], None]) -> None:
     """The text is right (scripted engines check every block they read), and nothing is left of the try."""

@@ -68,8 +68,8 @@ def test_blocks_arrive_whole_and_nothing_else_changes(sides: Sides, seed: int, k
 
 
 def test_a_large_fetch_goes_over_several_connections_which_serve_the_next_one_too(tmp_path: Path) -> None:
-    """16 MB in four parts; neighbouring blocks travel in one piece of four megabytes at most."""
-    sides = Sides(tmp_path, blocks=256, nbytes=1 << 16)
+    """8 MB in four parts; neighbouring blocks travel in one piece of four megabytes at most."""
+    sides = Sides(tmp_path, blocks=128, nbytes=1 << 16)
     try:
         sides.give()
         assert sides.fetch() == sides.sums(sides.from_) == sides.fetch()
@@ -98,8 +98,9 @@ def test_neighbours_are_joined() -> None:
     assert runs([], 2) == []
 
 
-def test_nothing_is_served_without_a_grant(sides: Sides) -> None:
+def test_nothing_is_served_without_a_grant(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ticket that nobody has told of, or one that was taken back."""
+    monkeypatch.setattr(tcp_server, "GRANT_WAIT_S", 0.01)
     with pytest.raises(PeerFailed) as failed:
         sides.fetch()
     assert failed.value.why == "unknown"
