@@ -9,11 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from headrace import bus_access
-from headrace.commands.kv_show import ANSWER_S, answered, listen
+from headrace.commands.kv_show import ANSWER_S, answered, listen, wide_console
 from runtime.clock import SystemClock
 from schemas import codec
 from schemas.errors import Unavailable, from_info
@@ -100,11 +99,22 @@ def pins(settings: Settings, *, as_json: bool) -> int:
             row.model_dump() | {"host": host, "owner": row.owner.hex(), "head": row.head.hex()} for host, row in rows
         ]))  # fmt: skip
         return 0
-    table = Table("pin", "host", "tenant", "prefix", "blocks", "stored", "until", box=None, pad_edge=False)
+    # The id is what people need to end a pin: it is never cut.
+    table = Table(
+        Column("pin", no_wrap=True, min_width=20),
+        "host",
+        "tenant",
+        "prefix",
+        "blocks",
+        "stored",
+        "until",
+        box=None,
+        pad_edge=False,
+    )
     for host, row in rows:
         table.add_row(row.pin, host, row.owner.hex(), row.head.hex()[:16], str(row.blocks), str(row.stored),
                       _time(row.until))  # fmt: skip
-    Console().print(table)
+    wide_console().print(table)
     return 0
 
 

@@ -124,14 +124,14 @@ def show(settings: Settings, *, as_json: bool, top: int = TOP) -> int:
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console()
+    console = wide_console()
     tiers = _table("tier", "of", "bytes", "capacity", "blocks", "hit rate", "hits", "evicted", "health")
     for e in found["engines"]:
         blocks = f"{e['blocks_in_use'] + e['blocks_cached']}/{e['total_blocks']}"
-        tiers.add_row("device", f"{e['kind']} {e['id']}", "", "", blocks, _percent(e["hit_rate"]),
+        tiers.add_row("device", f"{e['id']} on {e['host']}", "", "", blocks, _percent(e["hit_rate"]),
                       f"{e['cached_tokens']} tokens", "", "")  # fmt: skip
     for store in found["stores"]:
-        name = f"kv {store['id']} on {store['host']}"
+        name = f"{store['id']} on {store['host']}"
         if not store["answered"]:
             tiers.add_row("", name, "", "", "", "", "", "", "[red]no answer[/red]")
             continue
@@ -143,9 +143,7 @@ def _print(found: dict[str, Any]) -> None:
     for store in found["stores"]:
         if not store["answered"]:
             continue
-        console.print(
-            f"\nkv {store['id']}: {store['lookups']} lookups, {store['found']} found something", highlight=False
-        )
+        console.print(f"\n{store['id']}: {store['lookups']} lookups, {store['found']} found something", highlight=False)
         if store["prefixes"]:
             prefixes = _table("prefix", "tokens", "hits", "last", "tenant")
             for p in store["prefixes"]:
@@ -159,7 +157,13 @@ def _print(found: dict[str, Any]) -> None:
                                 _bytes(t["limit"]) if t["limit"] else "none")  # fmt: skip
             console.print(tenants)
         if store["pins"]:
-            console.print(f"{len(store['pins'])} prefixes are pinned: headrace kv pins", highlight=False)
+            console.print(f"pinned prefixes: {len(store['pins'])} (headrace kv pins)", highlight=False)
+
+
+def wide_console() -> Console:
+    """Return a console that cuts nothing off where no terminal says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 def _table(*columns: str) -> Table:
