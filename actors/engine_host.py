@@ -7,7 +7,7 @@ hand-off is in `actors.prefill`, the destination side in `actors.decode`, stored
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -83,6 +83,7 @@ class EngineActor(Actor):
         self.thread: EngineThread | None = None
         self.pool: BlockPool | None = None
         self.works: dict[str, Work] = {}
+        self._ending: Counter[str] = Counter()  # requests of which the engine has yet to drop an earlier try
         self._floors: OrderedDict[str, Fence] = OrderedDict()  # the lowest fence that may still begin
         self._identity = ("", "")
         self.source = Source(self)
@@ -317,13 +318,21 @@ class EngineActor(Actor):
             if self.source.writing(work, part) or self.destination.writing(work, part):
                 writers[part.key] = work.job(part)
                 self.destination.abort_transfer(work, part)
-        keys = work.keys()
+        keys, request_id = work.keys(), work.request_id
 
         def abort(core: EngineCore) -> None:
             for key in keys:
                 core.abort(key, writer=writers.get(key))
 
-        self.call(abort, then)
+        def ended(result: object, error: object) -> None:
+            self._ending[request_id] -= 1
+            if not self._ending[request_id]:
+                del self._ending[request_id]
+            if then is not None:
+                then(result, error)
+
+        self._ending[request_id] += 1
+        self.call(abort, ended)
 
     def _send_error(self, work: Work) -> None:
         assert work.error is not None
@@ -393,6 +402,15 @@ class EngineActor(Actor):
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._guard, lambda: self._on_step(result))
 
+    def _work_of(self, key: Key) -> Work | None:
+        """The work that a step's result is about.
+
+        A step that runs while its request is closed and dispatched anew tells of the earlier try, whose blocks and ids
+        must not be taken for those of the new one: both have the same keys. The engine's words come in order, so what
+        it says before it has dropped the earlier try is about that one.
+        """
+        return None if key.request_id in self._ending else self.works.get(key.request_id)
+
     def _on_step(self, result: StepResult) -> None:
         if result.num_tokens:
             self._steps.inc()
@@ -400,15 +418,15 @@ class EngineActor(Actor):
             self._step_seconds.observe(result.duration_s)
         touched: dict[str, Work] = {}
         for key, tokens in result.cached.items():
-            work = self.works.get(key.request_id)
+            work = self._work_of(key)
             if work is not None and key.choice % work.record.n == 0:
                 work.found(key.choice, tokens)
         for key, reason in result.ended:
-            work = self.works.get(key.request_id)
+            work = self._work_of(key)
             if work is not None and reason in ("stop", "length"):
                 work.ends[key.choice] = reason
         for item in result.items:
-            work = self.works.get(item.key.request_id)
+            work = self._work_of(item.key)
             if work is None:
                 continue
             if work.append(item):
@@ -416,11 +434,11 @@ class EngineActor(Actor):
             elif work.error is None:
                 self.fail(work, ReplayMismatch(f"choice {item.choice} came with item {item.index} out of turn"))
         for key, message in result.failed:
-            work = self.works.get(key.request_id)
+            work = self._work_of(key)
             if work is not None and work.error is None:
                 self.fail(work, error_of(message))
         for key, sampled in result.held:
-            work = self.works.get(key.request_id)
+            work = self._work_of(key)
             if work is not None:
                 self.source.on_held(work, key, sampled, result.held_blocks[key])
         self.emit(touched.values())
