@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from actors.decode import Destination
+from actors.engine_report import EngineReport
 from actors.prefill import Source
 from actors.prefix import PrefixStore
 from actors.work import Work, make_parts, salt_text
@@ -85,9 +86,10 @@ class EngineActor(Actor):
         self.works: dict[str, Work] = {}
         self._ending: Counter[str] = Counter()  # requests of which the engine has yet to drop an earlier try
         self._floors: OrderedDict[str, Fence] = OrderedDict()  # the lowest fence that may still begin
-        self._identity = ("", "")
+        self._root_fields: list[Any] = []  # of every tenant's hash chain
         self.source = Source(self)
         self.destination = Destination(self)
+        self.report = EngineReport(context)
         self.prefix = PrefixStore(self)
         telemetry = context.telemetry
         self._steps = telemetry.counter("engine_steps_total", "Forward passes")
@@ -121,7 +123,8 @@ class EngineActor(Actor):
             self.ref.epoch,
             self.context.host,
         )
-        self._identity = (runner.fingerprint, runner.layout)
+        self.pool.log_changes()
+        self._root_fields = [SCHEMA_VERSION, runner.fingerprint, runner.layout, 0, 1, None, None]
         core = EngineCore(
             runner,
             self.pool,
@@ -138,7 +141,7 @@ class EngineActor(Actor):
 
     def root(self, salt: str) -> bytes:
         """Return the start of the hash chain of one tenant's blocks in this engine."""
-        return root_hash(SCHEMA_VERSION, *self._identity, 0, 1, None, None, salt)
+        return root_hash(*self._root_fields, salt)
 
     async def stop(self) -> None:
         """End the thread and remove the pool."""
@@ -167,13 +170,14 @@ class EngineActor(Actor):
             return {"running": 0, "waiting": 0}
         counted = [name for name, work in self.works.items() if work.counted]
         held = {"requests": list(self.works)[:64], "counted": counted[:64]}
-        return {**self.thread.load, "steps": self.thread.steps, **held}
+        names = {"root": self._root_fields, "block_nbytes": self.pool.block_nbytes if self.pool is not None else 0}
+        return {**self.thread.load, "steps": self.thread.steps, **held, **names, **self.report.load()}
 
     def statistics(self) -> dict[str, float]:
         """The engine's counters."""
         out = dict(self.thread.statistics) if self.thread is not None else {}
         index = {f"kv_index_{name}": value for name, value in self.prefix.index.statistics().items()}
-        return {**out, **index, "requests": len(self.works)}
+        return {**out, **index, **self.report.statistics(), "requests": len(self.works)}
 
     def call(
         self, fn: Callable[[EngineCore], T], then: Callable[[T | None, BaseException | None], None] | None = None
@@ -241,6 +245,8 @@ class EngineActor(Actor):
                 self.prefix.on_reserved(message)
             case m.KvDump():
                 self.prefix.index.on_dump(message, sender)
+            case m.KvDumpQuery():
+                self.report.on_query(message)
             case _:
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 
@@ -416,6 +422,7 @@ class EngineActor(Actor):
             self._steps.inc()
             self._tokens.inc(result.num_tokens)
             self._step_seconds.observe(result.duration_s)
+        self.report.computed(result.prefills)
         touched: dict[str, Work] = {}
         for key, tokens in result.cached.items():
             work = self._work_of(key)
@@ -497,6 +504,8 @@ class EngineActor(Actor):
         self.source.tick(now)
         self.destination.tick(now)
         self.prefix.tick(now)
+        if self.pool is not None:
+            self.report.tick(self.pool, now)
 
     def member_down(self, ref: Ref, reason: str) -> None:
         """A transfer actor's confirmed exit ends all its writes; work that nobody can go on with or end is over."""

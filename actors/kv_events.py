@@ -46,13 +46,13 @@ class Announcer:
     Beyond `MAX_DUMPS` of them the oldest goes: its asker gets a new one from the start.
     """
 
-    def __init__(self, context: Context, *tiers: str) -> None:
-        """Speak for tiers of these kinds, all empty until they are attached."""
+    def __init__(self, context: Context, *tiers: str, subject: str = "") -> None:
+        """Speak for tiers of these kinds, all empty until they are attached, on the host's subject or another."""
         self._context = context
         self._tiers: dict[str, Tier | None] = dict.fromkeys(tiers)
         self._dumps: OrderedDict[str, _Snapshot] = OrderedDict()
         self._fits = BLOCKS_PER_PAGE  # as many changes as the bus has carried in a message so far
-        self._subject = kv_events(context.host)
+        self._subject = subject or kv_events(context.host)
         self._counts = {"events": 0, "messages": 0, "dumps": 0}
 
     def attach(self, kind: str, tier: Tier) -> None:

@@ -1,4 +1,7 @@
-"""A node's copy of what stores hold, of its own host or of the others: hints, so that nobody is asked in vain.
+"""A node's copy of what stores hold: hints, so that nobody is asked in vain.
+
+An engine follows the stores of its host, a store those of the other hosts; whoever places prompts follows all of them
+and the engines' pools.
 
 Joining a tier is: listen to its events, ask for a dump, apply the events that are newer. A missing number, shown by the
 next event or by a heartbeat, is healed by asking for a dump again; until then the tier is not `complete`, and whoever
@@ -20,7 +23,7 @@ from runtime.actor import Context
 from runtime.bus import BusMessage
 from schemas import messages as m
 from schemas.codec import DecodeError, decode
-from schemas.subjects import Ref, kv_events
+from schemas.subjects import KV_EVENTS, Ref, kv_events
 
 _log = logging.getLogger("headrace.kv")
 
@@ -29,6 +32,7 @@ BEHIND_S = 0.5  # a heartbeat overtakes events by less
 EXPECTED_S = 2.0
 MAX_EXPECTED = 4096
 MAX_TIERS = 64
+FOLLOWED = ("kv", "prefill", "decode", "both")
 
 
 @dataclass(slots=True)
@@ -46,12 +50,23 @@ class _Tier:
 class KvIndex:
     """Follows every tier of every store on this host, or with `others` of every store on all other hosts.
 
-    Bounded: `capacity` blocks per tier, beyond which the oldest chains lose their tails (missed hints); `MAX_TIERS`
+    With `everywhere` it follows those of all stores and engines.
+
+    Bounded: `capacity` blocks per tier, beyond which the oldest chains lose their tails (missed hints); `max_tiers`
     tiers, beyond which a tier is not followed (its owner is asked as if there were no index).
     """
 
-    def __init__(self, context: Context, *, capacity: int = 1_000_000, others: bool = False) -> None:
-        self._context, self._others = context, others
+    def __init__(
+        self,
+        context: Context,
+        *,
+        capacity: int = 1_000_000,
+        max_tiers: int = MAX_TIERS,
+        others: bool = False,
+        everywhere: bool = False,
+    ) -> None:
+        self._context, self._others, self._everywhere = context, others, everywhere
+        self._max_tiers = max_tiers
         self._heard: dict[str, bool] = {}  # hosts: whether their events are listened to already
         self._index = BlockIndex(capacity)
         self._tiers: dict[str, _Tier] = {}
@@ -60,7 +75,9 @@ class KvIndex:
 
     async def start(self) -> None:
         """Listen to events; dumps are asked for at the ticks that follow."""
-        if not self._others:
+        if self._everywhere:
+            await self._context.subscribe(KV_EVENTS, self._on_events)
+        elif not self._others:
             await self._listen(self._context.host)
 
     async def _listen(self, host: str) -> None:
@@ -93,6 +110,14 @@ class KvIndex:
                 length += 1
         return length
 
+    def stored(self, owners: Sequence[Ref], kinds: Sequence[str], hashes: Sequence[bytes]) -> int:
+        """Return how many of the first hashes these owners have between them, in tiers of these kinds."""
+        return self._index.joint_prefix([_name(owner, kind) for owner in owners for kind in kinds], hashes)
+
+    def known(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of the first hashes somebody has, be it one block here and the next one there."""
+        return self._index.joint_prefix(list(self._tiers), hashes)
+
     def expect(self, store: Ref, hashes: Sequence[bytes]) -> None:
         """These blocks were given to the store: count on them until its event comes, for `EXPECTED_S` at most."""
         until = self._context.clock.now() + EXPECTED_S
@@ -116,7 +141,22 @@ class KvIndex:
     def tick(self, now: float) -> None:
         """Follow whoever is there, ask again where an answer is missing, forget whoever is gone."""
         membership = self._context.membership
-        for member in membership.members("kv", states=("ready", "draining")):
+        for member in self._followed():
+            for kind, number in (self._announced(member.ref) or {}).items():
+                self._watch(member.ref, kind, number, now)
+        for owner in {tier.owner for tier in self._tiers.values()}:
+            if not membership.is_up(owner):
+                self.member_down(owner)
+        while self._expected and next(iter(self._expected.values())) <= now:
+            self._expected.popitem(last=False)
+
+    def _followed(self) -> list[Any]:
+        """Return the members whose events are listened to; other hosts' subjects are subscribed to as they appear."""
+        membership, states = self._context.membership, ("ready", "draining")
+        if self._everywhere:
+            return [member for kind in FOLLOWED for member in membership.members(kind, states=states)]
+        out = []
+        for member in membership.members("kv", states=states):
             if (member.host == self._context.host) == self._others:
                 continue
             if member.host not in self._heard and len(self._heard) < MAX_TIERS:
@@ -124,13 +164,8 @@ class KvIndex:
                 # What comes before the subscription is in the dump, which is asked for afterwards.
                 self._context.spawn(self._listen(member.host), name=f"follow the store of {member.host}")
             if self._heard.get(member.host):
-                for kind, number in (self._announced(member.ref) or {}).items():
-                    self._watch(member.ref, kind, number, now)
-        for owner in {tier.owner for tier in self._tiers.values()}:
-            if not membership.is_up(owner):
-                self.member_down(owner)
-        while self._expected and next(iter(self._expected.values())) <= now:
-            self._expected.popitem(last=False)
+                out.append(member)
+        return out
 
     def member_down(self, ref: Ref) -> None:
         """A store is gone, or so silent that it may be; if it speaks again it is followed anew."""
@@ -185,7 +220,7 @@ class KvIndex:
 
     def _watch(self, owner: Ref, kind: str, number: int, now: float) -> None:
         name = _name(owner, kind)
-        if name not in self._tiers and len(self._tiers) >= MAX_TIERS:
+        if name not in self._tiers and len(self._tiers) >= self._max_tiers:
             return
         tier = self._tiers.setdefault(name, _Tier(owner, kind))
         known = self._index.number(name)

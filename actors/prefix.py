@@ -44,6 +44,8 @@ class _Load:
     expected: list[int] = field(default_factory=list)  # checksums
     blocks: list[int] = field(default_factory=list)
     copying: bool = False
+    began: float = 0.0
+    slow: bool = False  # the store went to its disk
 
     @property
     def key(self) -> Key:
@@ -118,9 +120,9 @@ class PrefixStore:
             self._skipped.inc()
             self._add(work, sequences)
             return
-        until = self._engine.clock.now() + LOOKUP_LIMIT_S
+        now = self._engine.clock.now()
         ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
-        self._loads[ticket] = _Load(work, sequences, hashes, until, kv)
+        self._loads[ticket] = _Load(work, sequences, hashes, now + LOOKUP_LIMIT_S, kv, began=now)
         lookup = m.KvLookup(
             ticket=ticket,
             hashes=hashes,
@@ -152,6 +154,7 @@ class PrefixStore:
         """The store reads more of the prefix from its disk: wait for it, within reason."""
         load = self._loads.get(msg.ticket)
         if load is not None and not load.copying:
+            load.slow = True
             load.until = self._engine.clock.now() + min(msg.wait_s + LOOKUP_LIMIT_S, LOADING_LIMIT_S)
 
     def on_found(self, msg: m.KvFound) -> None:
@@ -241,6 +244,8 @@ class PrefixStore:
             self._engine.call(lambda core: core.abandon_load(key))
             return
         self._loaded.inc(len(hashes))
+        if not load.slow and msg.error is None:
+            self._engine.report.loaded(len(blocks), self._engine.clock.now() - load.began)
         self._engine.call(lambda core: core.load_prefix(key, blocks, hashes))
 
     def _report(self, msg: m.TransferDone, load: _Load) -> int:

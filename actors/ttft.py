@@ -48,22 +48,34 @@ class Costs:
     prefill: PrefillCost
     load: LoadCost
     copy: LoadCost | None = None
+    disk: LoadCost | None = None  # in addition to `load`, for what lies on a disk; None: it takes no more than memory
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is known of a replica, for one prompt."""
+    """What is known of a replica, for one prompt.
+
+    Of the prompt's first `stored_tokens` the first `resident_tokens` need no loading, and those behind the first
+    `memory_tokens` (if that is set) lie on a disk.
+    """
 
     name: str
     queued_s: float  # before a prompt that is sent now would start
     stored_tokens: int = 0  # of this prompt, from its first token on
     free_blocks: int = 0
     stale: bool = False  # not heard for too long: only if nobody else can
+    resident_tokens: int = 0
+    memory_tokens: int | None = None
+    costs: Costs | None = None  # of this replica, where replicas differ
+    tie: int = 0  # decides between equals before the name does; drawn by request, it spreads what is equal
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica for a prompt, what it takes there, and how much of it is loaded and copied instead of computed."""
+    """A replica for a prompt, what it takes there, and how much of it is loaded and copied instead of computed.
+
+    What is resident counts as loaded.
+    """
 
     name: str
     ttft_s: float
@@ -76,20 +88,20 @@ class Choice:
 def least_ttft(views: Sequence[View], tokens: int, costs: Costs) -> Choice | None:
     """Return the replica with the least estimated time to a first token, or None without replicas.
 
-    Ties go to whoever has more free blocks, then to the first name. With `costs.copy` a replica that has less of the
+    Ties go to whoever has more free blocks, then to the lowest `tie`, then to the first name. With `costs.copy` a replica that has less of the
     prompt than another may take the difference from there: that is how a prefix that many ask for spreads, and only
     when waiting for its holder takes longer.
 
     Args:
         views: each replica's queue and stored prefix.
         tokens: of the prompt.
-        costs: the cost model.
+        costs: the cost model of replicas whose views bring none.
     """
     if not views:
         return None
     donor = max(views, key=lambda view: view.stored_tokens) if costs.copy is not None else None
     choices = {view.name: estimate(view, tokens, costs, donor) for view in views}
-    best = min(views, key=lambda v: (v.stale, int(choices[v.name].ttft_s / TIE_S), -v.free_blocks, v.name))
+    best = min(views, key=lambda v: (v.stale, int(choices[v.name].ttft_s / TIE_S), -v.free_blocks, v.tie, v.name))
     return choices[best.name]
 
 
@@ -101,18 +113,24 @@ def estimate(view: View, tokens: int, costs: Costs, donor: View | None = None) -
     Args:
         view: the replica.
         tokens: of the prompt.
-        costs: the cost model.
+        costs: the cost model, unless the view brings its own.
         donor: a replica whose stored prefix may be copied.
     """
-    loaded = max(0, min(view.stored_tokens, tokens - 1))
-    ways = [(costs.prefill.seconds(tokens), 0, 0)]
-    if loaded:
-        ways.append((costs.load.seconds(loaded) + costs.prefill.seconds(tokens - loaded, loaded), loaded, 0))
+    costs = view.costs or costs
+    resident = max(0, min(view.resident_tokens, tokens - 1))
+    loaded = max(resident, min(view.stored_tokens, tokens - 1))
+    ways = [(costs.prefill.seconds(tokens - resident, resident), resident, 0)]
+    memory = loaded if view.memory_tokens is None else max(resident, min(view.memory_tokens, loaded))
+    for have in sorted({memory, loaded} - {resident}):
+        brought = costs.load.seconds(have - resident)
+        if costs.disk is not None:
+            brought += costs.disk.seconds(max(0, have - memory))
+        ways.append((brought + costs.prefill.seconds(tokens - have, have), have, 0))
     if donor is not None and costs.copy is not None and donor.name != view.name:
         copied = min(donor.stored_tokens, tokens - 1) - loaded
         if copied > 0:
             have = loaded + copied
-            brought = costs.load.seconds(loaded) + costs.copy.seconds(copied)
+            brought = costs.load.seconds(loaded - resident) + costs.copy.seconds(copied)
             ways.append((brought + costs.prefill.seconds(tokens - have, have), loaded, copied))
     service, loaded, copied = min(ways, key=lambda way: way[0])
     source = donor.name if donor is not None and copied else ""

@@ -24,6 +24,7 @@ from engine.live import (
 from engine.parking import Parking
 from engine.plan import BatchPlan, Row, Runner, Sampled
 from engine.planner import Planner
+from engine.prefills import Prefills
 from engine.roster import Roster
 from engine.scheduler import Decision, Scheduler
 from engine.sequence import Key, Phase, Sequence
@@ -100,6 +101,7 @@ class EngineCore:
         )
         self._planner = Planner(scheduler, pool, self._roster, self._lent, self._parking, self._counts)
         self.costs = self._planner.costs
+        self._prefills = Prefills()
         self._speculator = None if drafter is None else Speculator(drafter, self.costs, now, max_draft)
         runner.bind(pool.view(), pool.num_blocks)
 
@@ -341,6 +343,7 @@ class EngineCore:
             return [], f"{type(exc).__name__}: {exc}"
         took = self.now() - started
         self.costs.observe(total_work((row.start, len(row.ids)) for row in rows), took)
+        self._prefills.add(rows, took)
         if self._speculator is not None and all(len(row.ids) == 1 + len(row.draft) for row in rows):
             drafted, accepted = self._speculator.settle(rows, sampled, took)
             self._counts["drafted"] += drafted
@@ -367,6 +370,7 @@ class EngineCore:
             reason = None if seq.handoff else self._extend(live, got)
             self._publish(live)
             if was_prefilling and not live.prefilling:
+                self._prefills.complete(seq)
                 self._offer(live)
             if not row.sample:
                 continue
@@ -414,6 +418,7 @@ class EngineCore:
             ended=over + [(live.seq.key, reason) for live, reason in ended],
             failed=[(live.seq.key, message) for live, message in failed],
             cached=cached,
+            prefills=self._prefills.take(),
             num_tokens=num_tokens,
             num_rows=len(rows),
             duration_s=self.now() - started,
@@ -461,7 +466,7 @@ class EngineCore:
             return
         live.extend_hashes(full)
         for index in range(seq.num_hashed, full):
-            self.pool.publish(seq.blocks[index], live.hashes[index])
+            self.pool.publish(seq.blocks[index], live.hashes[index], live.parent(index))
         seq.num_hashed = full
 
     def _offer(self, live: Live) -> None:
@@ -479,6 +484,7 @@ class EngineCore:
         seq = live.seq
         self._roster.leave(live)
         self._parking.drop(seq.key)
+        self._prefills.forget(seq.key)
         if self._speculator is not None:
             self._speculator.forget(seq.key)
         self.abandon_load(seq.key, writer=writer)

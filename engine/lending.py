@@ -39,8 +39,8 @@ class Lending:
         if self.loads.get(key) != blocks:
             return False
         del self.loads[key]
-        for block, digest in zip(blocks, hashes, strict=False):
-            self._pool.publish(block, digest)
+        for block, digest, parent in zip(blocks, hashes, [b"", *hashes], strict=False):
+            self._pool.publish(block, digest, parent)
         self._pool.free(blocks)
         return True
 

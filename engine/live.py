@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.plan import Row, Sampled
+from engine.prefills import Prefill
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS, chain_hashes
 from schemas.errors import BadRequest, ContextTooLong
@@ -167,6 +168,7 @@ class StepResult:
         ended: sequences of which no more is computed: `length`, `stop` or `expired`; they are gone from the engine.
         failed: sequences that went wrong, with a message; they are gone as well.
         cached: tokens found in a tier, for sequences that are reported for the first time.
+        prefills: what the prompts that this step completed took to compute.
         num_tokens: tokens computed.
         num_rows: sequences that took part.
         duration_s: time spent.
@@ -180,6 +182,7 @@ class StepResult:
     ended: list[tuple[Key, str]] = field(default_factory=list)
     failed: list[tuple[Key, str]] = field(default_factory=list)
     cached: dict[Key, int] = field(default_factory=dict)
+    prefills: list[Prefill] = field(default_factory=list)
     num_tokens: int = 0
     num_rows: int = 0
     duration_s: float = 0.0

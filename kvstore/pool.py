@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvstore.errors import PoolFull
+from kvstore.index import Dump, EventLog, Op
 from kvstore.shm import PREFIX, AttachedPool, SharedFile, attach, detach, reap
 from schemas.messages import BlockRef, PoolHandle
 
@@ -46,6 +47,8 @@ class BlockPool:
         self._quarantine: dict[str, list[int]] = {}
         self._num_quarantined = 0
         self._counts = {"allocated": 0, "evicted": 0, "matched": 0, "published": 0, "quarantined": 0}
+        self._events: EventLog | None = None  # numbered changes of the prefix cache, once somebody wants them
+        self._parents: dict[bytes, bytes] = {}  # of the hashes that are known, then
 
     @classmethod
     def create(
@@ -224,14 +227,21 @@ class BlockPool:
 
     # --- prefix cache ------------------------------------------------------------------------------
 
-    def publish(self, block: int, digest: bytes) -> bool:
-        """Make a block in use known by its hash; false if another block is known by it already."""
+    def publish(self, block: int, digest: bytes, parent: bytes = b"") -> bool:
+        """Make a block in use known by its hash; false if another block is known by it already.
+
+        Args:
+            parent: the hash before it, if known; for those who follow the cache.
+        """
         assert self._refs[block] > 0, f"block {block} is not in use"
         if digest in self._block_of or self._hash_of[block] is not None:
             return False
         self._block_of[digest] = block
         self._hash_of[block] = digest
         self._counts["published"] += 1
+        if self._events is not None:
+            self._parents[digest] = parent
+            self._events.record(Op.ADD, digest, parent)
         return True
 
     def unpublish(self, blocks: Iterable[int]) -> None:
@@ -272,6 +282,32 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
             self._hash_of[block] = None
+            if self._events is not None:
+                self._parents.pop(digest, None)
+                self._events.record(Op.DROP, digest)
+
+    # --- those who follow the cache ----------------------------------------------------------------
+
+    def log_changes(self) -> None:
+        """Number the changes of the prefix cache from now on; before it holds anything."""
+        assert not self._block_of, "changes are numbered from the first on"
+        self._events = EventLog(self._handle.epoch)
+
+    @property
+    def events(self) -> EventLog:
+        """The numbered changes. The owner's thread records them; one other thread may collect."""
+        assert self._events is not None, "changes are not logged"
+        return self._events
+
+    def dump(self) -> Dump:
+        """Return all hashes that are known, from any thread.
+
+        The number is read first and each change is recorded after it was made: changes beyond the number may be in the
+        list already, and following them again changes nothing.
+        """
+        number = self.events.number
+        hashes = tuple(self._block_of)  # one C call on keys that are bytes: no other thread comes in between
+        return Dump(self.events.epoch, number, hashes, tuple(self._parents.get(h, b"") for h in hashes))
 
     # --- bookkeeping -------------------------------------------------------------------------------
 

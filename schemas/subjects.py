@@ -10,6 +10,7 @@
 | `heartbeat.<kind>.<id>` | liveness and load, 250 ms |
 | `ack.<kind>.<id>.<epoch>.<request>` | acknowledgements of native clients |
 | `kv.events.<host>` | the store's events |
+| `kv.events.<host>.device` | what the pools of the host's engines hold, likewise |
 | `usage.settled` | one record per ended request |
 """
 
@@ -27,6 +28,7 @@ DRAIN = "control.drain"
 METRICS = "control.metrics"
 HEARTBEATS = "heartbeat.>"
 USAGE = "usage.settled"
+KV_EVENTS = "kv.events.>"
 APIS = ("chat", "completion", "embedding")
 
 
@@ -113,6 +115,11 @@ def acks_of(ref: Ref) -> str:
 def kv_events(host: str) -> str:
     """Return the subject of one host's store events."""
     return f"kv.events.{encode_name(host)}"
+
+
+def device_events(host: str) -> str:
+    """Return the subject of what the pools of one host's engines hold: more changes than those of its store."""
+    return f"{kv_events(host)}.device"
 
 
 def parse_mailbox(subject: str) -> Ref:
