@@ -15,7 +15,9 @@ import orjson
 from actors import ownership as own
 from actors import replies
 from actors.pinning import Pinning
-from actors.placement import Engines, Placement, least_loaded, place
+from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, place
+from actors.placement_metrics import PlacementMetrics
+from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
 from schemas import messages as m
@@ -79,6 +81,8 @@ class AdmissionActor(Actor):
         self._in_flight: dict[Ref, list[tuple[float, int, str]]] = {}  # when, tokens' worth, request id
         self._terminals: dict[str, _OwnTerminal] = {}
         self._pinning = Pinning(context, config.models)
+        self._where = Whereabouts(context)
+        self._placed = PlacementMetrics(context.telemetry)
         self._early: dict[str, tuple[m.Submit, float]] = {}  # no engine is known yet; kept until then
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
@@ -96,6 +100,7 @@ class AdmissionActor(Actor):
         for api in NATIVE_APIS:
             await self.context.subscribe(subjects.requests(api), self._on_native, queue=subjects.QUEUE_ADMISSION)
         await self.context.subscribe(subjects.acks_of(self.ref), self._on_native_ack)
+        await self._where.index.start()
         self.state = "ready"
 
     @property
@@ -112,6 +117,7 @@ class AdmissionActor(Actor):
         return {
             "requests_open": self._table.num_open,
             "oldest_request_age_seconds": self._table.oldest_age_s(self.clock.now()),
+            **{f"kv_index_{name}": value for name, value in self._where.index.statistics().items()},
         }
 
     def context_limit(self) -> int:
@@ -284,6 +290,8 @@ class AdmissionActor(Actor):
                 self._perform(table.on_finished(message, sender, now))
             case m.Closed():
                 self._perform(table.on_closed(message, sender, now))
+            case m.KvDump():
+                self._where.index.on_dump(message, sender)
             case _:
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 
@@ -315,6 +323,7 @@ class AdmissionActor(Actor):
     def member_down(self, ref: Ref, reason: str) -> None:
         """Move work off what is gone; cancel the work of a dead edge."""
         now = self.clock.now()
+        self._where.index.member_down(ref)
         if ref.kind == "edge":
             if reason != "silent":
                 self._perform(self._table.edge_down(ref.subject, now))
@@ -331,6 +340,7 @@ class AdmissionActor(Actor):
         now = self.clock.now()
         self._perform(self._table.tick(now))
         self._pinning.tick(now)
+        self._where.index.tick(now)
         for msg, _ in list(self._early.values()):
             self._submit(msg, now, self.clock.wall())
         for request_id, t in list(self._terminals.items()):
@@ -405,6 +415,7 @@ class AdmissionActor(Actor):
         now = self.clock.now()
         f = d.finished
         self._requests.labels(d.outcome).inc()
+        self._placed.ended(d.record.request_id, f.first_item_at if f is not None and not d.failovers else 0.0)
         self._e2e.observe(now - d.accepted_at)
         if f is not None:
             self._prompt.inc(f.prompt_tokens)
@@ -461,8 +472,11 @@ class AdmissionActor(Actor):
 
     def _choose_engines(self, record: Record, suspects: frozenset[Ref]) -> Placement | None:
         now = self.clock.now()
-        engines = Engines(self._members("prefill"), self._members("decode"), self._members("both"))
-        return place(
+        by_role = [self._members(role) for role in ("prefill", "decode", "both")]
+        engines = Engines(*by_role)
+        everyone = [member for members in by_role for member in members]
+        stored = self._where.find(record, everyone)
+        placement = place(
             engines,
             self._sent_since(now),
             now,
@@ -471,7 +485,17 @@ class AdmissionActor(Actor):
             prompt_tokens=sum(map(len, record.prompt_ids)),
             whole_below=self.config.whole_below,
             avoid=suspects,
+            stored=stored,
+            disk_s_per_token=self._where.disk_speeds(everyone, stored),
+            tie=record.request_id,
         )
+        if placement is not None:
+            tokens = sum(map(len, record.prompt_ids))
+            self._placed.placed(record.request_id, placement, tokens, self.clock.wall())
+            hint = self._where.on_disk(record, placement.first, stored.get(placement.first))
+            if hint is not None:  # the read begins while the dispatch is on its way
+                self.context.send(*hint)
+        return placement
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer."""
@@ -498,13 +522,15 @@ class AdmissionActor(Actor):
 
     def _count_in_flight(self, msg: m.Dispatch) -> None:
         now = self.clock.now()
-        tokens = sum(map(len, msg.record.prompt_ids))
-        for ref, work in ((msg.decode, 64 * msg.record.num_choices), (msg.detokenize, 64)):
-            if ref is not None:
-                self._in_flight.setdefault(ref, []).append((now, work, msg.request_id))
+        sequences = SEQUENCE_TOKENS * msg.record.num_choices
         owned = self._table.get(msg.request_id)
-        if owned is not None and owned.placement is not None:
-            self._in_flight.setdefault(owned.placement.first, []).append((now, tokens, msg.request_id))
+        placement = owned.placement if owned is not None else None
+        work = [(msg.detokenize, 64)]
+        if placement is not None:
+            work.append((placement.first, placement.new_tokens))
+            work.append((placement.decode or placement.first, sequences))
+        for ref, tokens in work:
+            self._in_flight.setdefault(ref, []).append((now, tokens, msg.request_id))
 
     def _is_open(self, request_id: str) -> bool:
         owned = self._table.get(request_id)

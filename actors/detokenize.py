@@ -307,7 +307,7 @@ class DetokenizeActor(Actor):
     def _tell_owner(self, session: Session, now: float) -> None:
         session.next_finished = now + FINISHED_RESEND_S
         if not session.finished_acked:
-            self.context.send(session.record.owner, session.finished_message(self.clock.wall()))
+            self.context.send(session.record.owner, session.finished_message(self.clock.wall(), now))
 
     # --- frames out -----------------------------------------------------------------------------
 

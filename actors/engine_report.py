@@ -44,7 +44,7 @@ class EngineReport:
         self._load.observe(num_blocks * BLOCK_TOKENS, 0, seconds)
 
     def load(self) -> dict[str, Any]:
-        """Return what rides in heartbeats: a, b, c of a + b·T + c·T² for prefills, a and b for loads, the pool's number."""
+        """Return what rides in heartbeats: a, b, c of a + b·T + c·T² for prefills, a and b for loads, a number."""
         prefill, load = self._prefill.cost, self._load.cost
         return {
             "prefill_cost": [prefill.fixed_s, prefill.per_token_s, prefill.per_square_s],

@@ -92,6 +92,8 @@ class KvActor(Actor):
         base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers(), "unhealthy": unhealthy}
         if self._remote is not None and self._remote.known:
             base["elsewhere"] = self._remote.known
+        if self._disk is not None:
+            base["disk_bytes_per_s"] = self._disk.bytes_per_s
         if self._pool is None:
             return {**base, "free_blocks": 0, "total_blocks": 0, "blocks_in_use": 0}
         return {
@@ -138,6 +140,9 @@ class KvActor(Actor):
         match message:
             case m.KvLookup():
                 self._lookup(message)
+            case m.KvPrefetch():
+                if self._disk is not None:
+                    self._disk.prefetch(message)
             case m.KvRelease():
                 if self._disk is not None:
                     self._disk.forget(message.ticket)

@@ -99,7 +99,7 @@ class DiskSide:
         self._flush_until: float | None = None
         self._number = 0
         self._bytes_per_s = FIRST_BYTES_PER_S
-        self._counts = dict.fromkeys("loads loaded load_failures late joined".split(), 0)
+        self._counts = dict.fromkeys("loads loaded load_failures late joined prefetches".split(), 0)
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class DiskSide:
             return False
         load = self._loads.get(hashes[0])
         if load is None:
-            load = self._start(msg, held)
+            load = self._start(msg.hashes, msg.parents, held)
         else:
             self._counts["joined"] += 1
         if load is None:
@@ -183,18 +183,36 @@ class DiskSide:
         self._context.send(msg.reply, m.KvLoading(ticket=msg.ticket, wait_s=LOAD_LIMIT_S))
         return True
 
-    def _start(self, msg: m.KvLookup, held: int) -> _Load | None:
+    def prefetch(self, msg: m.KvPrefetch) -> None:
+        """Read what a lookup that is on its way will ask for; with half of the reads under way nothing is read early.
+
+        Nobody waits for it and nothing is pinned: a lookup joins the read, or finds its blocks in host memory.
+        """
+        host, disk = self._host, self._disk
+        if host is None or disk is None or len(msg.hashes) != len(msg.parents):
+            return
+        held = next((at for at, digest in enumerate(msg.hashes) if digest not in host), len(msg.hashes))
+        rest = msg.hashes[held:]
+        if rest and rest[0] not in self._loads and len(self._loads) < MAX_LOADS // 2:
+            self._counts["prefetches"] += self._start(msg.hashes, msg.parents, held) is not None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The disk's speed, as measured so far."""
+        return self._bytes_per_s
+
+    def _start(self, wanted: list[bytes], before: list[bytes], held: int) -> _Load | None:
         host, disk = self._host, self._disk
         assert host is not None and disk is not None
         size = host.pool.block_nbytes
-        most = affordable(len(msg.hashes) - held, size, self._bytes_per_s, LOAD_LIMIT_S / 2)
-        count = disk.peek(msg.hashes[held : held + most], msg.parents[held : held + most])
+        most = affordable(len(wanted) - held, size, self._bytes_per_s, LOAD_LIMIT_S / 2)
+        count = disk.peek(wanted[held : held + most], before[held : held + most])
         if count == 0 or len(self._loads) >= MAX_LOADS:
             return None
         now = self._context.clock.now()
         ticket = self._ticket("load")
         # The head of the chain is named too, so that it is not evicted for its tail.
-        hashes, parents = msg.hashes[: held + count], msg.parents[: held + count]
+        hashes, parents = wanted[: held + count], before[: held + count]
         writer = str(self._context.ref)
         owners = disk.owners_of(hashes)
         staging = host.reserve(ticket, hashes, parents, now, now + STAGING_LEASE_S, writer=writer, owners=owners)

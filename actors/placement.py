@@ -1,15 +1,27 @@
-"""Where to run a request: pure, over the last heartbeats and what was sent since."""
+"""Where to run a request: pure, over the last heartbeats, what was sent since, and what is stored of its prompt.
+
+The engine with the least estimated time to the first token: the work that waits there, the load of stored blocks, the
+prefill of the rest (`actors.ttft`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from actors.ttft import Choice, Costs, LoadCost, PrefillCost, View, least_ttft
 from schemas.subjects import Ref
 
 # A view of load older than this counts as busy: heartbeats come every 250 ms.
 STALE_AFTER_S = 2.0
+SEQUENCE_TOKENS = 64  # what a sequence is worth beside a prompt's tokens, for what it will still take
+FULL_TOKENS = 256.0  # and a pool that is full
+ALIKE = 1.5  # engines whose costs differ by less are taken for equal: else noise would decide who gets more
+TYPICAL_TOKENS = 512
+UNKNOWN = Costs(PrefillCost(0.005, 1e-3), LoadCost(1.0, 5e4, 0.003))  # until an engine tells
 
 
 class Candidate(Protocol):
@@ -24,11 +36,27 @@ class Candidate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A prompt's first tokens that an engine need not compute: in its own pool, up to there in host memory, in all."""
+
+    resident: int = 0
+    memory: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """`first` gets the dispatch; with `decode` it hands the sequences over there, without it runs them to the end."""
+    """`first` gets the dispatch; with `decode` it hands the sequences over there, without it runs them to the end.
+
+    The rest says how it came about: the estimate, how many tokens are to be computed, and what decided (`only`,
+    `load`, `prefix`).
+    """
 
     first: Ref
     decode: Ref | None
+    estimate_s: float = field(default=0.0, compare=False)
+    new_tokens: int = field(default=0, compare=False)
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,77 +78,166 @@ def place(
     prompt_tokens: int = 0,
     whole_below: int = 0,
     avoid: frozenset[Ref] = frozenset(),
+    stored: Mapping[Ref, Stored] | None = None,
+    disk_s_per_token: Mapping[Ref, float] | None = None,
+    tie: str = "",
 ) -> Placement | None:
     """Choose engines for a request, or None when nobody can take it.
 
     Prefers a pair of prefill and decode, then a `both`, then any engine at all: every engine can run a request whole,
-    so that one survivor is enough. A request that ends with its first token is never handed over, nor is a short prompt
-    with one choice when the decode engine has nothing to do, or no more than the prefill engine: a prefill engine is
-    there so that prompts do not hold up running streams; where none runs the hand-off is only a delay, and a prompt
-    that would have to queue there starts sooner elsewhere, in chunks that keep the pace of the streams.
+    so that one survivor is enough. A request that ends with its first token is never handed over, nor is a prompt
+    with one choice of which a decode engine has little to compute, and where that is sooner than a prefill elsewhere
+    and the way back: a prefill engine is there so that prompts do not hold up running streams; where none runs the
+    hand-off is only a delay, and a prompt that would have to queue there starts sooner elsewhere, in chunks that keep
+    the pace of the streams.
 
     Args:
         in_flight: tokens' worth of work sent to each engine since its last heartbeat, by this sender.
         prompt_tokens: the length of the prompt, all prompts together.
-        whole_below: prompts shorter than this may run whole on a decode engine; 0: all are handed over.
+        whole_below: prompts of which fewer tokens must be computed may run whole on a decode engine; 0: all are
+            handed over.
         avoid: engines to take only when no other is left (suspects).
+        stored: what each engine need not compute of the prompt.
+        disk_s_per_token: what it takes the store of an engine's host to read a token's KV from its disk.
+        tie: of the request: spreads requests over engines that are equal.
     """
-
-    def best(candidates: Sequence[Candidate]) -> Ref | None:
-        return least_loaded([c for c in candidates if c.ref not in avoid], in_flight, now)
-
-    prefill, decode, both = best(engines.prefill), best(engines.decode), best(engines.both)
-    if both is not None and (prefill is None or decode is None):
-        return Placement(both, None)
-    if prefill is not None and decode is not None:
-        pair = Placement(prefill, decode)
-        if num_choices == 1 and max_tokens > 1 and prompt_tokens < whole_below:
-            there = next(c for c in engines.decode if c.ref == decode)
-            ahead = next(c for c in engines.prefill if c.ref == prefill)
-            sooner = _cost(there, in_flight, now) <= _cost(ahead, in_flight, now)
-            pair = Placement(decode, None) if sooner or _idle(there, in_flight, now) else pair
-        if both is None:
-            return Placement(prefill, None) if max_tokens <= 1 else pair
-        costs = {c.ref: _cost(c, in_flight, now) for c in [*engines.prefill, *engines.decode, *engines.both]}
-        return Placement(both, None) if costs[both] < max(costs[prefill], costs[decode]) else pair
-    for survivor in (decode, prefill):
-        if survivor is not None:
-            return Placement(survivor, None)
-    if avoid:
-        return place(
-            engines,
-            in_flight,
-            now,
-            num_choices=num_choices,
-            max_tokens=max_tokens,
-            prompt_tokens=prompt_tokens,
-            whole_below=whole_below,
-        )
-    return None
+    everyone = [*engines.prefill, *engines.decode, *engines.both]
+    if avoid and any(c.ref not in avoid for c in everyone):
+        kept = ([c for c in kind if c.ref not in avoid] for kind in (engines.prefill, engines.decode, engines.both))
+        engines = Engines(*kept)
+        everyone = [c for c in everyone if c.ref not in avoid]
+    disk = disk_s_per_token or {}
+    costs = _alike({c.ref: _costs(c, disk.get(c.ref, 0.0)) for c in everyone})
+    views = {c.ref: _view(c, in_flight, now, costs[c.ref], (stored or {}).get(c.ref, Stored()), tie) for c in everyone}
+    finder = _Finder(views, max(1, prompt_tokens))
+    prefill, decode, both = (finder.best(kind) for kind in (engines.prefill, engines.decode, engines.both))
+    if prefill is None or decode is None:
+        return both or decode or prefill
+    to = min(engines.decode, key=lambda c: _order(views[c.ref])).ref
+    pair = finder.pair(prefill, to) if max_tokens > 1 else prefill
+    if num_choices == 1 and max_tokens > 1 and decode.new_tokens < whole_below:
+        there = next(c for c in engines.decode if c.ref == decode.first)
+        mine, theirs = (views[decode.first].stale, decode.estimate_s), (views[prefill.first].stale, pair.estimate_s)
+        if mine <= theirs or _idle(there, in_flight, now):
+            pair = decode
+    return both if both is not None and _estimate(views, both) < _estimate(views, pair) else pair
 
 
 def least_loaded(candidates: Sequence[Candidate], in_flight: Mapping[Ref, int], now: float) -> Ref | None:
     """Return the candidate with the least work, or None without candidates."""
     if not candidates:
         return None
-    return min(candidates, key=lambda c: (_cost(c, in_flight, now), c.ref)).ref
+    return min(candidates, key=lambda c: (_stale(c, now), _work(c, in_flight), c.ref)).ref
+
+
+class _Finder:
+    """The best of some engines for one prompt."""
+
+    def __init__(self, views: Mapping[Ref, View], tokens: int) -> None:
+        self._views, self._tokens = views, tokens
+
+    def best(self, candidates: Iterable[Candidate]) -> Placement | None:
+        """Return the engine with the least estimate, for all of the work."""
+        refs = [c.ref for c in candidates]
+        choice = least_ttft([self._views[ref] for ref in refs], self._tokens, UNKNOWN)
+        if choice is None:
+            return None
+        ref = next(ref for ref in refs if self._views[ref].name == choice.name)
+        return Placement(ref, None, choice.ttft_s, self._tokens - choice.loaded_tokens, self._why(refs, ref, choice))
+
+    def pair(self, first: Placement, decode: Ref) -> Placement:
+        """Return a hand-off: copying the blocks takes what loading them from the store would."""
+        costs = self._views[decode].costs
+        assert costs is not None
+        estimate = first.estimate_s + costs.load.seconds(self._tokens)
+        return Placement(first.first, decode, estimate, first.new_tokens, first.reason)
+
+    def _why(self, refs: Sequence[Ref], chosen: Ref, choice: Choice) -> str:
+        if len(refs) == 1:
+            return "only"
+        others = (self._views[ref] for ref in refs)
+        return "prefix" if choice.loaded_tokens and min(others, key=_order).name != self._views[chosen].name else "load"
+
+
+def _estimate(views: Mapping[Ref, View], placement: Placement) -> tuple[bool, float]:
+    """Order placements by their estimates; a pair is as busy as its busier half."""
+    first = views[placement.first]
+    if placement.decode is None:
+        return first.stale, placement.estimate_s
+    then = views[placement.decode]
+    return first.stale or then.stale, placement.estimate_s + max(0.0, then.queued_s - first.queued_s)
+
+
+def _order(view: View) -> tuple[bool, float, int, int, str]:
+    return view.stale, view.queued_s, -view.free_blocks, view.tie, view.name
+
+
+def _view(c: Candidate, in_flight: Mapping[Ref, int], now: float, costs: Costs, stored: Stored, tie: str) -> View:
+    name = "/".join(c.ref.wire())
+    return View(
+        name=name,
+        queued_s=_work(c, in_flight) * costs.prefill.per_token_s,
+        stored_tokens=stored.total,
+        free_blocks=int(c.load.get("free_blocks", 0)),
+        stale=_stale(c, now),
+        resident_tokens=stored.resident,
+        memory_tokens=stored.memory,
+        costs=costs,
+        tie=zlib.crc32(f"{tie}/{name}".encode()) if tie else 0,
+    )
+
+
+def _costs(c: Candidate, disk_s_per_token: float) -> Costs:
+    """Return what an engine says of its costs, where that makes sense."""
+    prefill, load = _numbers(c.load.get("prefill_cost"), 3), _numbers(c.load.get("load_cost"), 2)
+    disk = LoadCost(1.0, 1.0 / disk_s_per_token) if disk_s_per_token > 0.0 else None
+    return Costs(
+        # Queues are in tokens: these must take some time, or all queues would be equal.
+        PrefillCost(prefill[0], max(prefill[1], 1e-6), prefill[2]) if prefill else UNKNOWN.prefill,
+        LoadCost(1.0, 1.0 / max(load[1], 1e-9), load[0]) if load else UNKNOWN.load,
+        disk=disk,
+    )
+
+
+def _numbers(said: Any, count: int) -> list[float]:
+    if not isinstance(said, (list, tuple)) or len(said) != count:
+        return []
+    right = all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0.0 for x in said)
+    return [float(x) for x in said] if right else []
+
+
+def _alike(costs: dict[Ref, Costs]) -> dict[Ref, Costs]:
+    """Give engines that compute about as fast as the one in the middle its costs of computing."""
+    if len(costs) < 2:
+        return costs
+    seconds = {ref: own.prefill.seconds(TYPICAL_TOKENS) for ref, own in costs.items()}
+    middle = sorted(costs, key=lambda ref: (seconds[ref], ref))[(len(costs) - 1) // 2]
+    usual = costs[middle].prefill
+    return {
+        ref: Costs(usual, own.load, disk=own.disk)
+        if seconds[middle] / ALIKE <= seconds[ref] <= seconds[middle] * ALIKE
+        else own
+        for ref, own in costs.items()
+    }
 
 
 def _idle(c: Candidate, in_flight: Mapping[Ref, int], now: float) -> bool:
     """Whether a fresh view shows nothing that a prompt could hold up."""
     busy = any(c.load.get(name, 0) for name in ("running", "waiting", "expected", "queued_tokens"))
-    return not busy and not in_flight.get(c.ref, 0) and now - c.last_heard <= STALE_AFTER_S
+    return not busy and not in_flight.get(c.ref, 0) and not _stale(c, now)
 
 
-def _cost(c: Candidate, in_flight: Mapping[Ref, int], now: float) -> tuple[int, float]:
-    """Order engines: fresh views first, then by work waiting and running there, in tokens' worth of steps."""
+def _stale(c: Candidate, now: float) -> bool:
+    return now - c.last_heard > STALE_AFTER_S
+
+
+def _work(c: Candidate, in_flight: Mapping[Ref, int]) -> float:
+    """Return the work waiting and running at an engine, in tokens' worth of steps."""
     load = c.load
-    stale = 1 if now - c.last_heard > STALE_AFTER_S else 0
     work = (
         float(load.get("queued_tokens", 0))
-        + 64.0 * sum(float(load.get(name, 0)) for name in ("running", "waiting", "expected"))
+        + SEQUENCE_TOKENS * sum(float(load.get(name, 0)) for name in ("running", "waiting", "expected"))
         + float(in_flight.get(c.ref, 0))
     )
     total = float(load.get("total_blocks", 0)) or 1.0
-    used = float(load.get("blocks_in_use", 0)) / total
-    return stale, work + 256.0 * used
+    return work + FULL_TOKENS * float(load.get("blocks_in_use", 0)) / total

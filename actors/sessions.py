@@ -254,8 +254,8 @@ class Session:
             self.record = self.record.model_copy(update={"owner": msg.record.owner})
             self.finished_acked = False
 
-    def finished_message(self, wall: float) -> m.Finished:
-        """Return what the owner is told at the end."""
+    def finished_message(self, wall: float, now: float) -> m.Finished:
+        """Return what the owner is told at the end; times travel as Unix seconds, `now` is `wall` on this clock."""
         return m.Finished(
             request_id=self.request_id,
             fence=self.fence,
@@ -264,6 +264,6 @@ class Session:
             cached_tokens=self.cached_tokens,
             finish_reasons=[c.text.finish_reason or "" for c in self.choices],
             error=self.error.info() if self.error else None,
-            first_item_at=self.first_item_at,
+            first_item_at=wall - (now - self.first_item_at) if self.first_item_at else 0.0,
             ended_at=wall,
         )

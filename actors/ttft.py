@@ -88,9 +88,9 @@ class Choice:
 def least_ttft(views: Sequence[View], tokens: int, costs: Costs) -> Choice | None:
     """Return the replica with the least estimated time to a first token, or None without replicas.
 
-    Ties go to whoever has more free blocks, then to the lowest `tie`, then to the first name. With `costs.copy` a replica that has less of the
-    prompt than another may take the difference from there: that is how a prefix that many ask for spreads, and only
-    when waiting for its holder takes longer.
+    Ties go to whoever has more free blocks, then to the lowest `tie`, then to the first name. With `costs.copy` a
+    replica that has less of the prompt than another may take the difference from there: that is how a prefix that many
+    ask for spreads, and only when waiting for its holder takes longer.
 
     Args:
         views: each replica's queue and stored prefix.

@@ -349,6 +349,13 @@ class KvLoading(Message):
     wait_s: float
 
 
+class KvPrefetch(Message):
+    """A hint: somebody is about to look these blocks up; what lies on the disk may be read already. Not answered."""
+
+    hashes: list[bytes]
+    parents: list[bytes]
+
+
 class KvRelease(Message):
     """Unpin the blocks of a lookup."""
 

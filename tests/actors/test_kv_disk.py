@@ -298,7 +298,9 @@ def test_requests_for_one_prompt_read_it_once(tmp_path: Path, monkeypatch: pytes
             await f.end(stream)
             assert stream.text == answer(PROMPT + str(i), COUNT) and cached(stream) >= BLOCKS * BLOCK_TOKENS
         await f.rest()
-        assert count(f, "disk_loads_total") == 1 and count(f, "disk_joined_total") == 3
+        # Admission's hint began the read before the first lookup came.
+        assert count(f, "disk_loads_total") == count(f, "disk_prefetches_total") == 1
+        assert count(f, "disk_joined_total") == 4
         await f.system.until(lambda: count(f, "reads") == 0, limit_s=5.0)
         check(f)
 
@@ -401,7 +403,7 @@ def test_no_mix_of_traffic_kills_and_damage_changes_a_text(seed: int, tmp_path: 
                 assert stream.error is None and stream.text == answer(prompt, COUNT)
             for name, value in f.actor("kv-0").statistics().items():
                 seen[name] = max(seen.get(name, 0.0), value)
-        await f.rest()
+        await f.rest(limit_s=10.0)  # blocks that were announced and never stored are waited for
         await f.kill("kv-0")  # the next one finds whole files and no others
         await f.system.until(lambda: settled(f) and f.actor("kv-0").idle, limit_s=60.0)
         check(f)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.placement import STALE_AFTER_S, Engines, Placement, least_loaded, place
+from actors.placement import ALIKE, STALE_AFTER_S, Engines, Placement, Stored, least_loaded, place
 from schemas.subjects import Ref
 
 NOW = 100.0
@@ -133,3 +133,83 @@ def test_ties_are_broken_by_address() -> None:
 
     assert least_loaded(engines, {}, NOW) == engines[1].ref
     assert least_loaded([], {}, NOW) is None
+
+
+def test_a_stored_prefix_draws_a_prompt_until_the_queue_there_is_longer() -> None:
+    """Neither the longest match nor the shortest queue decides alone."""
+    holder, other = engine("decode", 0, queued_tokens=500), engine("decode", 1)
+    stored = {holder.ref: Stored(900, 900, 900)}
+
+    drawn = choose(holder, other, prompt_tokens=1000, stored=stored)
+    busy = engine("decode", 0, queued_tokens=1500)
+    away = choose(busy, other, prompt_tokens=1000, stored=stored)
+
+    assert (drawn.first, drawn.reason, drawn.new_tokens) == (holder.ref, "prefix", 100)
+    assert (away.first, away.reason, away.new_tokens) == (other.ref, "load", 1000)
+
+
+def test_what_need_not_be_loaded_is_better_than_what_must_be() -> None:
+    """Two engines of one host: one has the blocks itself, the other would get them from the store."""
+    own, store = engine("decode", 1), engine("decode", 0)
+    stored = {own.ref: Stored(2000, 2000, 2000), store.ref: Stored(0, 2000, 2000)}
+
+    assert choose(store, own, prompt_tokens=2100, stored=stored).first == own.ref
+    busy = engine("decode", 1, running=2)
+    assert choose(store, busy, prompt_tokens=2100, stored=stored).first == store.ref
+
+
+def test_a_slow_disk_draws_nobody() -> None:
+    """Reading would take longer than computing, or not."""
+    holder, other = engine("decode", 0, queued_tokens=200), engine("decode", 1)
+    stored = {holder.ref: Stored(0, 0, 900)}
+
+    quick = choose(holder, other, prompt_tokens=1000, stored=stored, disk_s_per_token={holder.ref: 1e-4})
+    slow = choose(holder, other, prompt_tokens=1000, stored=stored, disk_s_per_token={holder.ref: 1e-2})
+
+    assert (quick.first, slow.first) == (holder.ref, other.ref)
+
+
+def test_a_long_prompt_that_is_mostly_stored_stays_on_one_engine() -> None:
+    """What counts is what has to be computed there, and whether a hand-off would be sooner."""
+    prefill, decode = engine("prefill"), engine("decode", running=2)
+    options = {"prompt_tokens": 4000, "whole_below": 512}
+
+    known = choose(prefill, decode, stored={decode.ref: Stored(3900, 3900, 3900)}, **options)
+    both_know = {ref: Stored(3900, 3900, 3900) for ref in (prefill.ref, decode.ref)}
+    crowded = engine("decode", running=20)
+    handed = choose(prefill, crowded, stored=both_know, **options)
+    unknown = choose(prefill, decode, **options)
+
+    assert known == Placement(decode.ref, None)
+    assert handed == Placement(prefill.ref, crowded.ref)
+    assert unknown == Placement(prefill.ref, decode.ref)
+
+
+def test_equals_are_drawn_by_request_and_the_same_request_draws_the_same() -> None:
+    """No engine is everybody's first choice."""
+    engines = [engine("decode", n) for n in range(4)]
+
+    drawn = [choose(*engines, tie=f"request-{n}").first for n in range(200)]
+    again = [choose(*reversed(engines), tie=f"request-{n}").first for n in range(200)]
+
+    assert drawn == again
+    assert all(25 <= drawn.count(e.ref) <= 75 for e in engines)
+
+
+def test_engines_that_are_about_as_fast_count_as_equal_and_others_do_not() -> None:
+    """Measured costs are noisy: a tenth must not send everybody to one engine, a factor should."""
+    def paced(number: int, factor: float, **load: Any) -> Engine:
+        return engine("decode", number, prefill_cost=[0.01, 1e-3 * factor, 0.0], **load)
+
+    alike = choose(paced(0, 1.0, running=1), paced(1, ALIKE - 0.1), prompt_tokens=1000)
+    slower = choose(paced(0, 1.0, running=1), paced(1, 2.0), prompt_tokens=1000)
+
+    assert alike.first.id == "1" and slower.first.id == "0"
+
+
+def test_costs_that_make_no_sense_are_not_believed() -> None:
+    """What another node says is data, not trust."""
+    for said in ([], ["a", 1, 2], [0.0, float("nan"), 0.0], [-1.0, 1.0, 1.0], 7):
+        odd = choose(engine("decode", prefill_cost=said, load_cost=said), prompt_tokens=100)
+
+        assert odd.estimate_s == choose(engine("decode"), prompt_tokens=100).estimate_s

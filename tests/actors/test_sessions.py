@@ -370,7 +370,7 @@ def test_the_owner_is_told_the_totals() -> None:
     session = opened(max_tokens=2)
     session.accept(batch(b"ab", cached=0), ENGINE, 1.0)
 
-    told = session.finished_message(wall=99.0)
+    told = session.finished_message(wall=99.0, now=9.0)
 
     assert (told.prompt_tokens, told.completion_tokens, told.finish_reasons) == (3, 2, ["length"])
     assert told.error is None and told.ended_at == 99.0

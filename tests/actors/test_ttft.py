@@ -103,6 +103,38 @@ def test_nothing_is_copied_over_a_slow_wire() -> None:
     assert chosen is not None and (chosen.name, chosen.copied_tokens) == ("b", 0)
 
 
+def test_what_an_engine_has_itself_needs_no_loading() -> None:
+    """Resident, then loaded, then computed; a slow load leaves what is resident."""
+    view = View("a", 0.0, stored_tokens=800, resident_tokens=500)
+    slow = Costs(PREFILL, LoadCost(1000, 1e5))
+
+    loaded, left = estimate(view, 1000, OWN), estimate(view, 1000, slow)
+
+    assert loaded.service_s == pytest.approx(300e-5 + PREFILL.seconds(200, 800))
+    assert (left.loaded_tokens, left.service_s) == (500, pytest.approx(PREFILL.seconds(500, 500)))
+
+
+def test_what_lies_on_a_disk_is_loaded_where_that_is_faster_than_computing() -> None:
+    """It costs the disk and the load; a disk that is too slow is left alone, host memory is not."""
+    view = View("a", 0.0, stored_tokens=800, memory_tokens=300)
+    quick, slow = (Costs(PREFILL, LOAD, disk=LoadCost(1000, rate)) for rate in (1e7, 1e5))
+
+    all_of_it, memory = estimate(view, 1000, quick), estimate(view, 1000, slow)
+
+    assert all_of_it.service_s == pytest.approx(800e-5 + 500e-4 + PREFILL.seconds(200, 800))
+    assert (memory.loaded_tokens, memory.service_s) == (300, pytest.approx(300e-5 + PREFILL.seconds(700, 300)))
+
+
+def test_replicas_may_differ_in_speed() -> None:
+    """A view's own costs go before the common ones."""
+    fast = Costs(PrefillCost(0.001, 1e-4), LOAD)
+
+    chosen = least_ttft([View("a", 0.0), View("b", 0.5, costs=fast)], 1000, OWN)
+
+    assert chosen is not None and chosen.name == "b"
+    assert chosen.ttft_s == pytest.approx(0.5 + 0.101)
+
+
 VIEWS = st.lists(
     st.builds(
         View,

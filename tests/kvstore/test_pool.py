@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvstore.errors import PoolFull, PoolGone
+from kvstore.index import BlockIndex, Dump
 from kvstore.pool import BlockPool, attach, detach, reap
 
 NBYTES = 64
@@ -316,3 +317,29 @@ def test_blocks_that_come_next_are_touched_once_and_keep_what_they_hold(tmp_path
         assert bytes(made.view()) == before
     finally:
         made.close()
+
+
+def test_who_follows_the_changes_knows_what_the_pool_knows(tmp_path: Path) -> None:
+    """A dump at any moment, then the changes behind it, through evictions and content that is not to be trusted."""
+    pool, index, number = make_pool(tmp_path, 8), BlockIndex(), 0
+    pool.log_changes()
+
+    for turn in range(40):
+        if turn == 20:
+            index = BlockIndex()
+            assert index.load(pool.dump())
+        blocks = pool.allocate(1 + turn % 3)
+        digests = [f"{number + i}".encode() for i in range(len(blocks))]
+        for block, digest, parent in zip(blocks, digests, [b"root", *digests], strict=False):
+            assert pool.publish(block, digest, parent)
+        number += len(blocks)
+        if turn % 5 == 4:
+            pool.unpublish(blocks[-1:])
+        pool.free(blocks)
+        if turn == 0:
+            index.load(Dump(pool.events.epoch, 0, ()))
+        assert all(index.apply(event) for event in pool.events.collect())
+
+        known = {f"{i}".encode() for i in range(number) if pool.block_of(f"{i}".encode()) is not None}
+        assert {d for d in (f"{i}".encode() for i in range(number)) if index.locations(d)} == known
+    assert len(pool._parents) == len(known) <= 8

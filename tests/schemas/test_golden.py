@@ -126,6 +126,7 @@ EXAMPLES: list[m.Message] = [
     m.PeerKey(address="10.0.0.5:40000", key=H1),
     m.KvLoading(ticket="5f0c.load.1.2", wait_s=1.0),
     m.KvFound(ticket="5f0c.load.1.2", pool=POOL, blocks=BLOCKS, checksums=[7, 8], lease_until=99.5),
+    m.KvPrefetch(hashes=[b"h" * 32], parents=[b"p" * 32]),
     m.KvRelease(ticket="5f0c.load.1.2"),
     m.KvDamaged(hashes=[H1, H2]),
     m.KvReserve(ticket="w.1", hashes=[H1], parents=[H2], pool=POOL, reply=PREFILL),

@@ -1,0 +1,140 @@
+"""What is stored of a prompt, and where: the hints by which a request is placed.
+
+An admission actor follows the stores and engine pools of all hosts (`actors.kv_index`). A prompt is hashed two blocks
+at first, and further only as long as somebody has all that was hashed: a prompt that nobody has seen costs a few
+microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from actors.engine_report import DEVICE
+from actors.kv_index import KvIndex
+from actors.placement import Stored
+from actors.work import salt_of
+from kvstore.block import BLOCK_TOKENS, chain_hashes, root_hash
+from runtime.actor import Context
+from schemas import messages as m
+from schemas.record import Record
+from schemas.subjects import Ref
+
+FIRST_BLOCKS = 2  # engines ask no store for less
+MOST_BLOCKS = 1024  # that are hashed of a prompt: a millisecond; what follows counts as not stored
+BLOCKS_PER_TIER = 200_000  # hints of each store and pool; about 40 MB
+MAX_TIERS = 256
+PREFETCH_BLOCKS = 512  # named in one message
+
+
+class Located(Protocol):
+    """What is asked of a member."""
+
+    @property
+    def ref(self) -> Ref: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def load(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    root: bytes
+    hashes: list[bytes]
+
+
+class Whereabouts:
+    """Follows all tiers, and answers for one prompt at a time."""
+
+    def __init__(self, context: Context) -> None:
+        """Follow nobody until `start`."""
+        self._context = context
+        self.index = KvIndex(context, capacity=BLOCKS_PER_TIER, max_tiers=MAX_TIERS, everywhere=True)
+
+    def find(self, record: Record, engines: Sequence[Located]) -> dict[Ref, Stored]:
+        """Return for each engine what it need not compute of a request's prompt; engines that have nothing are absent.
+
+        A request of several prompts counts as unknown: engines look for stored prefixes of single prompts only.
+        """
+        if len(record.prompt_ids) != 1 or len(record.prompt_ids[0]) <= FIRST_BLOCKS * BLOCK_TOKENS:
+            return {}
+        chains: dict[tuple[Any, ...], _Chain | None] = {}
+        stores = self._stores()
+        found = {}
+        for engine in engines:
+            key = tuple(engine.load.get("root", ()))
+            if key not in chains:
+                chains[key] = self._chain(key, record)
+            chain = chains[key]
+            if chain is not None:
+                stored = self._at(engine, stores.get(engine.host), chain)
+                if stored.total:
+                    found[engine.ref] = stored
+        return found
+
+    def disk_speeds(self, engines: Sequence[Located], stored: Mapping[Ref, Stored]) -> dict[Ref, float]:
+        """Return the seconds that a token takes from the disk of each engine's host, if some of the prompt is there."""
+        out = {}
+        for engine in engines:
+            what = stored.get(engine.ref)
+            if what is not None and what.total > what.memory:
+                store = self._stores().get(engine.host)
+                member = self._context.membership.get(store) if store is not None else None
+                speed = float(member.load.get("disk_bytes_per_s", 0.0)) if member is not None else 0.0
+                nbytes = float(engine.load.get("block_nbytes", 0)) / BLOCK_TOKENS
+                out[engine.ref] = nbytes / speed if speed > 0.0 else 0.0
+        return out
+
+    def on_disk(self, record: Record, ref: Ref, stored: Stored | None) -> tuple[Ref, m.KvPrefetch] | None:
+        """Return a hint for the store of an engine's host, if it has to go to its disk for this prompt."""
+        engine = self._context.membership.get(ref)
+        if stored is None or engine is None or stored.total <= stored.memory:
+            return None
+        store = self._stores().get(engine.host)
+        chain = self._chain(tuple(engine.load.get("root", ())), record)
+        if store is None or chain is None:
+            return None
+        first = stored.resident // BLOCK_TOKENS
+        last = min(stored.total // BLOCK_TOKENS, first + PREFETCH_BLOCKS)
+        parents = [chain.root, *chain.hashes]
+        return store, m.KvPrefetch(hashes=chain.hashes[first:last], parents=parents[first:last])
+
+    def _chain(self, key: tuple[Any, ...], record: Record) -> _Chain | None:
+        """Return the hashes of a prompt, at least as far as anybody has them; None if nobody has the first."""
+        ids = record.prompt_ids[0]
+        most = min(MOST_BLOCKS, (len(ids) - 1) // BLOCK_TOKENS)  # the last token is always computed
+        if not key:
+            return None
+        root = root_hash(*key, salt_of(record))
+        hashes: list[bytes] = []
+        count = min(FIRST_BLOCKS, most)
+        while True:
+            start = len(hashes) * BLOCK_TOKENS
+            begun = hashes[-1] if hashes else root
+            hashes += chain_hashes(ids[start : count * BLOCK_TOKENS], root=root, start=begun)
+            known = self.index.known(hashes)
+            if known < len(hashes) or count >= most:
+                return _Chain(root, hashes) if known else None
+            count = min(2 * count, most)
+
+    def _at(self, engine: Located, store: Ref | None, chain: _Chain) -> Stored:
+        """What an engine has itself, and what the store of its host goes on with, first in memory, then on disk too."""
+        resident = self.index.stored([engine.ref], [DEVICE], chain.hashes)
+        memory = total = resident
+        rest = chain.hashes[resident:]
+        if store is not None and rest:
+            total += self.index.stored([store], ["host", "disk"], rest)
+            memory += self.index.stored([store], ["host"], rest)
+            if total - resident < FIRST_BLOCKS:
+                memory = total = resident  # the engine will not ask
+        return Stored(resident * BLOCK_TOKENS, memory * BLOCK_TOKENS, total * BLOCK_TOKENS)
+
+    def _stores(self) -> dict[str, Ref]:
+        """Return the store that the engines of each host ask."""
+        out: dict[str, Ref] = {}
+        for member in self._context.membership.members("kv"):
+            if not member.silent:
+                out.setdefault(member.host, member.ref)
+        return out
