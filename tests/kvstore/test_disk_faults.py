@@ -221,6 +221,32 @@ def test_a_refused_write_leaves_no_trace_and_is_tried_again_after_a_pause(
     tier.check_integrity()
 
 
+@pytest.mark.slow
+def test_a_thousand_failed_writes_leave_the_account_right(tmp_path: Path) -> None:
+    """Refused at every step, for every reason, cut short or full: what is counted is what lies on the disk."""
+    files = FaultyFiles()
+    tier = make(tmp_path, files=files, sync=True)
+    rng, now = random.Random(5), 0.0
+    tier.write(blocks(0, 3), now)
+    failed = 0
+    while failed < 1000:
+        operation, passed, code = rng.choice(FAULTS)
+        if operation == "write":
+            files.fail(operation, *[None] * passed, lambda wanted: wanted // 2)
+        files.fail(operation, code)
+        name = rng.randrange(1, 1 << 20)
+        assert tier.write(blocks(name, 4), now) == 0 and served(tier, name, 4, now) == 0
+        failed += 1
+        now += 100.0
+        assert tier.probe(now)
+        if failed % 10 == 0:
+            assert tier.write(blocks(name, 4), now) == 4 and served(tier, name, 4, now) == 4
+        tier.check_integrity()
+    on_disk = sum(path.stat().st_blocks * 512 for path in segments(tier))
+    assert tier.statistics()["failed_writes_total"] == 1000 and tier.statistics()["nbytes"] == on_disk
+    assert leftovers(tier) == []
+
+
 def test_a_write_that_makes_no_progress_ends(tmp_path: Path) -> None:
     """A system that takes no bytes and says nothing is treated as broken."""
     files = FaultyFiles()
