@@ -196,8 +196,8 @@ def test_a_block_that_is_damaged_on_its_way_is_computed_again(tmp_path: Path, mo
         owners[id(pool.view().obj)] = handle.path
         return pool
 
-    attached = transfer_module.attach
-    monkeypatch.setattr(transfer_module, "attach", attach)
+    attached = transfer_module.open_pool
+    monkeypatch.setattr(transfer_module, "open_pool", attach)
     monkeypatch.setattr(handoff, "checksum", checksum)
 
     async def scenario(f: Fleet) -> None:

@@ -109,7 +109,7 @@ def test_a_prompt_that_comes_while_it_is_being_stored_gets_the_same_text(
 
 def test_a_copy_into_the_store_that_fails_is_not_found_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write-back fails: nothing is stored, the same prompt is computed again, nothing is left behind."""
-    real, failing = transfer_module.copy_blocks, [True]
+    real, failing = transfer_module.copy_exported, [True]
 
     def copy(source: Any, from_: Any, dest: Any, to: Any, **options: Any) -> list[int]:
         if failing[0] and "-kv-" in dest.handle.path:
@@ -117,7 +117,7 @@ def test_a_copy_into_the_store_that_fails_is_not_found_later(tmp_path: Path, mon
             raise OSError(28, "No space left on device")
         return real(source, from_, dest, to, **options)
 
-    monkeypatch.setattr(transfer_module, "copy_blocks", copy)
+    monkeypatch.setattr(transfer_module, "copy_exported", copy)
 
     async def scenario(f: Fleet) -> None:
         for name in ("both-0", "both-1", "both-0"):
