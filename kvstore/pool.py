@@ -197,12 +197,11 @@ class BlockPool:
 
     def check(self, refs: Iterable[BlockRef]) -> bool:
         """Whether all these blocks are still lent under these generations."""
-        return all(
-            0 <= ref.index < self.num_blocks
-            and self._generations[ref.index] == ref.generation
-            and self._refs[ref.index] > 0
-            for ref in refs
-        )
+        return all(self.is_lent(ref.index, ref.generation) for ref in refs)
+
+    def is_lent(self, block: int, generation: int) -> bool:
+        """Whether this block is still lent under this generation."""
+        return 0 <= block < self.num_blocks and self._generations[block] == generation and self._refs[block] > 0
 
     def quarantine(self, blocks: Sequence[int], writer: str) -> None:
         """Turn the caller's reference into one that only `absolve(writer)` drops; their content is forgotten."""

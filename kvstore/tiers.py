@@ -430,9 +430,8 @@ class HostTier:
     # --- parts -------------------------------------------------------------------------------------
 
     def _sound(self, header: Header, digest: bytes) -> bool:
-        ref = BlockRef(index=header.block, generation=header.generation)
         whole = header.hash == digest and header.num_tokens == BLOCK_TOKENS and header.epoch == self.epoch
-        return whole and self.pool.check([ref])
+        return whole and self.pool.is_lent(header.block, header.generation)
 
     def _within_quotas(self, wanted: list[int], whose: list[bytes], keep: set[bytes]) -> list[int]:
         """Return what of a wish its owners may have, once their own blocks have gone for it: its head, of each."""

@@ -67,6 +67,7 @@ async def accounted(f: Fleet, stream: Stream, prompts: list[str], max_tokens: in
     return cached
 
 
+@pytest.mark.slow
 @LAYOUTS
 def test_a_cold_prompt_has_none_a_warm_one_all_full_blocks(layout: dict[str, int], tmp_path: Path) -> None:
     """Half of a prompt counts up to the last block that is equal; blocks that came by transfer never count."""
@@ -183,6 +184,7 @@ async def of(f: Fleet, tenant: str | None, salt: str | None) -> tuple[int, float
     return await accounted(f, stream, [PROMPT], COUNT), first_s
 
 
+@pytest.mark.slow
 @LAYOUTS
 @pytest.mark.parametrize(
     ("one", "two"),

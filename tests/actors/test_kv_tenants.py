@@ -91,6 +91,7 @@ def test_blocks_belong_to_who_asked_and_stay_so_on_disk(tmp_path: Path) -> None:
     simulate(again, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tenant_that_asks_for_much_pushes_out_its_own(tmp_path: Path) -> None:
     """The other one's prefix is there still, though it is the oldest; the page of metrics says whose is what."""
 
@@ -109,6 +110,7 @@ def test_a_tenant_that_asks_for_much_pushes_out_its_own(tmp_path: Path) -> None:
     simulate(scenario, tmp_path, blocks=20)
 
 
+@pytest.mark.slow
 def test_the_disk_s_quota_holds_in_a_whole_instance(tmp_path: Path) -> None:
     """And what is not kept is computed."""
     limit = 40_000
@@ -135,6 +137,7 @@ async def status(f: Fleet, top: int = 10) -> m.KvStatus:
     return answers[0]
 
 
+@pytest.mark.slow
 def test_the_store_says_what_it_holds_and_what_was_found(tmp_path: Path) -> None:
     """Tiers, hit rates, prefixes and tenants, and no name or text among them."""
 

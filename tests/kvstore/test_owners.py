@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from disk_cases import PLENTY, blocks, make, served
 
 from kvstore.disk.files import PAGE
@@ -259,6 +260,7 @@ def test_a_segment_that_is_read_does_not_go_and_nobody_pays_for_it(tmp_path: Pat
     tier.check_integrity()
 
 
+@pytest.mark.slow
 def test_random_writers_stay_within_their_quotas_on_disk(tmp_path: Path) -> None:
     """Scenario: five owners, a cap below the sum of their quotas, restarts now and then."""
     limits = {A: 3 * PAGE, B: 5 * PAGE}
