@@ -18,8 +18,9 @@ from kvstore.errors import PeerFailed
 from kvstore.formats import stored_form
 from kvstore.handoff import PrivateMemory, copy_blocks
 from kvstore.shm import attach
-from kvstore.transport.base import Peer, PeerAddress, Transport, Wanted
+from kvstore.transport.base import Peer, PeerAddress, Wanted
 from kvstore.transport.grants import Grants
+from kvstore.transport.nixl import NixlAgent, NixlTransport
 from kvstore.transport.protocol import NONCE_NBYTES
 from kvstore.transport.tcp_client import TcpTransport
 from kvstore.transport.tcp_server import TcpServer
@@ -46,12 +47,14 @@ class PeerConfig:
         bind: host or HOST:PORT to listen on.
         advertise: host that others connect to, if it is not the one in `bind`.
         connections: most of one fetch.
+        nixl: whether to serve by NIXL too, and to fetch by it from those that do.
     """
 
     listen: Literal["off", "auto", "on"] = "auto"
     bind: str = "127.0.0.1"
     advertise: str = ""
     connections: int = 4
+    nixl: bool = False
 
 
 @dataclass(slots=True)
@@ -68,11 +71,13 @@ class Peers:
         clock = context.clock
         self._key = bytes.fromhex(clock.random_hex(KEY_NBYTES))
         self._grants = Grants(clock.now)
+        self._agent = NixlAgent(f"{context.host}-{context.ref.id}-{context.ref.epoch}") if config.nixl else None
         self._server: TcpServer | None = None
         self._address = ""
         self._listen_at = 0.0
+        self._warm = self._agent is None
         self._threads: ThreadPoolExecutor | None = None
-        self._transport: Transport | None = None
+        self._transport: TcpTransport | NixlTransport | None = None
         self._known: OrderedDict[Ref, _Known] = OrderedDict()
         self._fetching = 0
         self._counts = dict.fromkeys("fetches fetched_bytes failed refused".split(), 0)
@@ -89,7 +94,7 @@ class Peers:
                 known.peer.close()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
-        if isinstance(self._transport, TcpTransport):
+        if self._transport is not None:
             self._transport.close()
 
     @property
@@ -106,7 +111,22 @@ class Peers:
             return
         if self._config.listen == "on" or self._others():
             self._listen_at = now + LISTEN_AGAIN_S
-            self._listen()
+            if self._warm:
+                self._listen()
+            else:
+                self._context.spawn(self._warm_up(), name="start NIXL")
+
+    async def _warm_up(self) -> None:
+        """Start NIXL off the loop, then listen; where it does not start, TCP alone serves and fetches."""
+        agent = self._agent
+        assert agent is not None
+        self._listen_at = float("inf")
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, agent.warm_up)
+        except Exception as exc:  # whatever a foreign library may raise: blocks still move without it
+            self._context.telemetry.log.error("NIXL does not start: TCP takes its place", reason=repr(exc))
+            self._agent = None
+        self._warm, self._listen_at = True, 0.0
 
     def _others(self) -> bool:
         members = self._context.membership.members(states=("starting", "ready", "draining"))
@@ -116,7 +136,8 @@ class Peers:
         bind, log = self._config.bind, self._context.telemetry.log
         try:
             host, port = _place(bind)
-            server = TcpServer(self._grants, self._key, nonce=self._nonce, host=host, port=port)
+            place = None if self._agent is None else self._agent.place
+            server = TcpServer(self._grants, self._key, nonce=self._nonce, host=host, port=port, place=place)
             port = server.start()
         except (OSError, ValueError) as exc:
             log.error("other hosts cannot fetch from here", bind=bind, reason=str(exc))
@@ -152,9 +173,8 @@ class Peers:
 
     def _open(self, address: PeerAddress) -> Peer:
         if self._transport is None:
-            self._transport = TcpTransport(
-                now=self._context.clock.now, nonce=self._nonce, connections=self._config.connections
-            )
+            tcp = TcpTransport(now=self._context.clock.now, nonce=self._nonce, connections=self._config.connections)
+            self._transport = tcp if self._agent is None else NixlTransport(tcp, self._agent)
         return self._transport.open(address)
 
     def member_down(self, ref: Ref, reason: str) -> None:

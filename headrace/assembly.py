@@ -158,15 +158,19 @@ def _detokenize(context: Context, *, parts: Parts) -> Actor:
 def _transfer(context: Context, *, parts: Parts) -> Actor:
     from actors.transfer import TransferActor
     from actors.transfer_peers import PeerConfig
+    from kvstore.transport import nixl
 
     settings = parts.settings
+    by_nixl = settings.kv_transport == "nixl"
+    if by_nixl and not nixl.installed():
+        raise StartError("kv_transport = nixl needs NIXL, which is not installed: pip install 'headrace[nixl]'")
     match settings.kv_listen:
         case "off":
             peers = PeerConfig("off")
         case "auto":
-            peers = PeerConfig("auto", bus_access.own_address(settings.bus_url), settings.kv_advertise)
+            peers = PeerConfig("auto", bus_access.own_address(settings.bus_url), settings.kv_advertise, nixl=by_nixl)
         case bind:
-            peers = PeerConfig("on", bind, settings.kv_advertise)
+            peers = PeerConfig("on", bind, settings.kv_advertise, nixl=by_nixl)
     return TransferActor(context, peers=peers)
 
 

@@ -98,6 +98,7 @@ class Settings(BaseSettings):
     kv_listen: str = Field(
         "auto", description="where other hosts fetch stored KV: off | auto (once there is one) | HOST[:PORT]"
     )
+    kv_transport: Literal["tcp", "nixl"] = Field("tcp", description="how KV comes from other hosts: tcp | nixl (extra)")
     kv_advertise: str = Field("", description="host by which others reach kv_listen, where it is another one")
     kv_tenant_bytes: int = Field(0, ge=0, description="most bytes of one tenant in the host tier; 0: no limit")
     kv_tenant_disk_bytes: int = Field(0, ge=0, description="most bytes of one tenant on the disk tier; 0: no limit")

@@ -1,1 +1,1 @@
-"""Blocks between hosts: one interface (`base`), and TCP behind it (`protocol`, `tcp_client`, `tcp_server`)."""
+"""Blocks between hosts: one interface (`base`), TCP behind it (`tcp_client`, `tcp_server`), NIXL as an extra."""

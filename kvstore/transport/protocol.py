@@ -9,8 +9,9 @@
                                         ←    data: count, nbytes, [checksums], bytes of the blocks; any number of these
                                         ←    end: status
 
-A client may send its next request after an end. Numbers are little-endian. Every length is checked against what can be
-right before memory is taken for it.
+A request that names another way (`via`) is answered with a place instead of data: address, length, what that way has to
+know; or, to `CHECK`, with nothing but the end. A client may send its next request after an end. Numbers are
+little-endian. Every length is checked against what can be right before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _REQUEST = struct.Struct("<4sI")
 _HEAD = struct.Struct("<BBHIQ")
 HELLO_NBYTES, REQUEST_NBYTES, HEAD_NBYTES = _HELLO.size, _REQUEST.size, _HEAD.size
 SUM_NBYTES = 8
-_DATA, _END = 2, 3
+_DATA, _END, _PLACE = 2, 3, 4
+MAX_PLACE_NBYTES = 1 << 20
+NIXL, CHECK = "nixl", "check"  # ways that a request may name
 
 
 class Status(IntEnum):
@@ -70,6 +73,7 @@ class Request:
     sums: bool
     indices: list[int]
     generations: list[int]
+    via: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,15 @@ class Head:
     status: Status | None
     count: int = 0
     nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a pool lies in its server's memory, what a way has to know of it, and checksums if they were asked for."""
+
+    address: int = 0
+    metadata: bytes = b""
+    sums: tuple[int, ...] = ()
 
 
 def hello(nonce: bytes) -> bytes:
@@ -110,8 +123,10 @@ def same(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def request(ticket: str, epoch: str, layout: str, block_nbytes: int, blocks: list[BlockRef], *, sums: bool) -> bytes:
-    """Return a request as bytes.
+def request(
+    ticket: str, epoch: str, layout: str, block_nbytes: int, blocks: list[BlockRef], *, sums: bool, via: str = ""
+) -> bytes:
+    """Return a request as bytes; `via` is empty for data on this connection.
 
     Raises:
         ValueError: if it is for more than `MAX_BLOCKS` blocks, or a text in it is too long.
@@ -120,7 +135,8 @@ def request(ticket: str, epoch: str, layout: str, block_nbytes: int, blocks: lis
         raise ValueError("a request that is too large")
     indices = _little(array.array("I", [b.index for b in blocks]))
     generations = _little(array.array("Q", [b.generation for b in blocks]))
-    body: bytes = msgpack.packb([ticket, epoch, layout, block_nbytes, sums, indices, generations])
+    more = [via] if via else []
+    body: bytes = msgpack.packb([ticket, epoch, layout, block_nbytes, sums, indices, generations, *more])
     return _REQUEST.pack(MAGIC, len(body)) + body
 
 
@@ -143,7 +159,9 @@ def parse_request(body: bytes) -> Request:
         Malformed: if it is not one.
     """
     try:
-        ticket, epoch, layout, block_nbytes, sums, indices, generations = msgpack.unpackb(body)
+        ticket, epoch, layout, block_nbytes, sums, indices, generations, *more = msgpack.unpackb(body)
+        if more not in ([], [NIXL], [CHECK]):
+            raise ValueError("a way that is not known")
         texts = all(isinstance(text, str) and len(text) <= MAX_TEXT for text in (ticket, epoch, layout))
         if not (texts and isinstance(block_nbytes, int) and isinstance(sums, bool)):
             raise ValueError("fields of other types")
@@ -152,7 +170,7 @@ def parse_request(body: bytes) -> Request:
         raise Malformed(f"no request of this protocol: {exc}") from exc
     if not 0 < len(at) == len(of) <= MAX_BLOCKS:
         raise Malformed(f"a request for {len(at)} blocks of {len(of)} generations")
-    return Request(ticket, epoch, layout, block_nbytes, sums, at, of)
+    return Request(ticket, epoch, layout, block_nbytes, sums, at, of, *more)
 
 
 def data_head(count: int, nbytes: int) -> bytes:
@@ -163,6 +181,25 @@ def data_head(count: int, nbytes: int) -> bytes:
 def end_head(status: Status) -> bytes:
     """Return the end of an answer."""
     return _HEAD.pack(_END, int(status), 0, 0, 0)
+
+
+def place_head(address: int, length: int) -> bytes:
+    """Return what stands before the `length` bytes that a way has to know of the pool at an address."""
+    return _HEAD.pack(_PLACE, 0, 0, length, address)
+
+
+def parse_place(data: bytes) -> Head:
+    """Read the answer to a request that names a way: an end, or the length (`count`) and address (`nbytes`) of a place.
+
+    Raises:
+        Malformed: if it does not fit.
+    """
+    kind, status, _, length, address = _HEAD.unpack(data)
+    if kind == _END and status in set(Status):
+        return Head(Status(status))
+    if kind != _PLACE or not 0 < length <= MAX_PLACE_NBYTES:
+        raise Malformed("no answer of this protocol")
+    return Head(None, length, address)
 
 
 def parse_head(data: bytes, *, block_nbytes: int, left: int) -> Head:

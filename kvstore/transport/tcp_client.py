@@ -49,6 +49,15 @@ class _Fetch:
     failed: bool = False
 
 
+class _Nowhere:
+    """The destination of what is only asked."""
+
+    layout, block_nbytes = "", 0
+
+    def view(self) -> memoryview:
+        return memoryview(b"")
+
+
 class TcpTransport:
     """Opens peers; their threads are shared.
 
@@ -117,6 +126,43 @@ class TcpPeer:
         if errors:
             raise next((e for e in errors if not isinstance(e, TransferAborted)), errors[0])
         return fetch.sums
+
+    def ask(self, wanted: Wanted, via: str, deadline: float) -> p.Placed:
+        """Ask where blocks can be read by another way, or (`protocol.CHECK`) whether they are still lent.
+
+        Raises:
+            PeerFailed: if they are not, or the other host is not there; `bad` if it does not know that way.
+        """
+        own = _Fetch(wanted, _Nowhere(), (), [], lambda: False, deadline)
+        try:
+            connection = self._connected(own)
+            try:
+                placed = self._placed(own, via, connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._keep(connection)
+            return placed
+        except p.Malformed as exc:
+            raise self._error("garbage", str(exc)) from exc
+        except OSError as exc:
+            raise self._error("cut", exc.strerror or type(exc).__name__) from exc
+
+    def _placed(self, own: _Fetch, via: str, connection: socket.socket) -> p.Placed:
+        wanted, blocks = own.wanted, list(own.wanted.blocks)
+        sums, size = via != p.CHECK and not wanted.expected, wanted.block_nbytes
+        connection.sendall(p.request(wanted.ticket, wanted.epoch, wanted.layout, size, blocks, sums=sums, via=via))
+        head, placed = p.parse_place(self._read(own, connection, p.HEAD_NBYTES)), p.Placed()
+        if head.status is None:
+            metadata = self._read(own, connection, head.count)
+            told = self._read(own, connection, len(blocks) * p.SUM_NBYTES) if sums else b""
+            placed = p.Placed(head.nbytes, metadata, tuple(p.parse_sums(told)))
+            head = p.parse_place(self._read(own, connection, p.HEAD_NBYTES))
+        if head.status is not p.Status.OK:
+            raise self._error("garbage" if head.status is None else head.status.name.lower())
+        if via != p.CHECK and not placed.metadata:
+            raise self._error("garbage", "an end without a place")
+        return placed
 
     def _parts(self, count: int, block_nbytes: int) -> list[_Part]:
         wish = min(self._transport.connections, max(1, count * block_nbytes // STRIPE_NBYTES))

@@ -42,6 +42,7 @@ class TcpServer:
         nonce: makes `protocol.NONCE_NBYTES` random bytes; called from any thread.
         host, port: where to listen; port 0 for a free one.
         max_connections: more are closed at once.
+        place: says where a pool lies for NIXL, and what that has to know; absent where NIXL does not serve.
     """
 
     def __init__(
@@ -53,16 +54,17 @@ class TcpServer:
         host: str,
         port: int = 0,
         max_connections: int = MAX_CONNECTIONS,
+        place: Callable[[AttachedPool], tuple[int, bytes]] | None = None,
     ) -> None:
         self._grants, self._key, self._nonce = grants, key, nonce
         self._where = (host, port)
-        self._max = max_connections
+        self._max, self._place = max_connections, place
         self._socket: socket.socket | None = None
         self._accepting: threading.Thread | None = None
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._counts = dict.fromkeys("connections strangers turned_away requests served failed bytes".split(), 0)
+        self._counts = dict.fromkeys("connections strangers turned_away requests served failed bytes read".split(), 0)
 
     def start(self) -> int:
         """Listen; returns the port.
@@ -192,7 +194,23 @@ class TcpServer:
             memory = attach(pool)
         except PoolGone:
             return p.Status.GONE
+        if request.via:
+            return self._tell(connection, request, grant, memory)
         return self._send(connection, request, grant, memory)
+
+    def _tell(self, connection: socket.socket, request: p.Request, grant: Grant, memory: AttachedPool) -> p.Status:
+        """Answer one who reads by another way: where, before; whether the lease holds, afterwards."""
+        if request.via != p.CHECK:
+            if self._place is None:
+                return p.Status.BAD
+            address, metadata = self._place(memory)
+            view, size = memory.view(), request.block_nbytes
+            sums = [checksum(view[i * size : (i + 1) * size]) for i in request.indices] if request.sums else []
+            connection.sendall(p.place_head(address, len(metadata)) + metadata + p.sums_bytes(sums))
+        holds = self._grants.holds(request.ticket, grant) and memory.present()
+        if request.via == p.CHECK and holds:
+            self._count("read", len(request.indices) * request.block_nbytes)
+        return p.Status.OK if holds else p.Status.LAPSED
 
     def _send(self, connection: socket.socket, request: p.Request, grant: Grant, memory: AttachedPool) -> p.Status:
         size, view = request.block_nbytes, memory.view()
