@@ -14,6 +14,7 @@ import orjson
 
 from actors import ownership as own
 from actors import replies
+from actors.in_flight import InFlight
 from actors.pinning import Pinning
 from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, place
 from actors.placement_metrics import PlacementMetrics
@@ -33,7 +34,6 @@ from schemas.tenants import tenant_of
 NATIVE_APIS = ("chat", "completion")
 EARLY_S = 0.25  # a heartbeat's time, and less than it takes an edge to ask another admission actor
 MAX_EARLY = 256
-IN_FLIGHT_S = 0.6  # what was sent earlier shows in heartbeats by now
 TERMINAL_RESEND_S = 0.3
 TERMINAL_TRIES = 4
 WHOLE_BELOW_TOKENS = 512  # two steps of the default budget: what comes next waits for no more than that
@@ -78,7 +78,7 @@ class AdmissionActor(Actor):
             choose_detokenizer=self._choose_detokenizer,
             context_limit=self.context_limit,
         )
-        self._in_flight: dict[Ref, list[tuple[float, int, str]]] = {}  # when, tokens' worth, request id
+        self._in_flight = InFlight()
         self._terminals: dict[str, _OwnTerminal] = {}
         self._pinning = Pinning(context, config.models)
         self._where = Whereabouts(context)
@@ -364,6 +364,8 @@ class AdmissionActor(Actor):
                 case own.Terminal():
                     self._write_terminal(d.record.request_id, d.record.reply, d.fence, d.error)
                 case own.Ended():
+                    tokens = SEQUENCE_TOKENS * d.record.num_choices
+                    self._in_flight.ended(d.record.request_id, tokens, self.clock.now())
                     self._log_ended(d)
                 case own.Failover():
                     self._failovers.labels(d.kind, d.reason).inc()
@@ -504,34 +506,20 @@ class AdmissionActor(Actor):
         return least_loaded(elsewhere or members, self._sent_since(self.clock.now()), self.clock.now())
 
     def _sent_since(self, now: float) -> Mapping[Ref, int]:
-        out: dict[Ref, int] = {}
-        for ref, sent in list(self._in_flight.items()):
-            member = self.context.membership.get(ref)
-            # What a heartbeat counts already must not count twice: its engine would look fuller than those unheard.
-            counted = frozenset(member.load.get("counted", ())) if member is not None else frozenset()
-            recent = [
-                one for one in sent
-                if now - one[0] < IN_FLIGHT_S and one[2] not in counted and self._is_open(one[2])
-            ]  # fmt: skip
-            if recent:
-                self._in_flight[ref] = recent
-                out[ref] = sum(n for _, n, _ in recent)
-            else:
-                del self._in_flight[ref]
-        return out
+        engines = [e.ref for kind in ("prefill", "decode", "both") for e in self._members(kind)]
+        return self._in_flight.since(engines, self._counted, now)
+
+    def _counted(self, ref: Ref) -> frozenset[str]:
+        member = self.context.membership.get(ref)
+        return frozenset(member.load.get("counted", ())) if member is not None else frozenset()
 
     def _count_in_flight(self, msg: m.Dispatch) -> None:
         now = self.clock.now()
-        sequences = SEQUENCE_TOKENS * msg.record.num_choices
         owned = self._table.get(msg.request_id)
         placement = owned.placement if owned is not None else None
         work = [(msg.detokenize, 64)]
         if placement is not None:
             work.append((placement.first, placement.new_tokens))
-            work.append((placement.decode or placement.first, sequences))
+            work.append((placement.decode or placement.first, SEQUENCE_TOKENS * msg.record.num_choices))
         for ref, tokens in work:
-            self._in_flight.setdefault(ref, []).append((now, tokens, msg.request_id))
-
-    def _is_open(self, request_id: str) -> bool:
-        owned = self._table.get(request_id)
-        return owned is not None and owned.stage is own.Stage.OPEN
+            self._in_flight.sent(ref, tokens, msg.request_id, now)
