@@ -256,10 +256,8 @@ class DiskSide:
         msg, held = waiter.msg, waiter.held
         self.forget(msg.ticket)
         now = self._context.clock.now()
-        found = host.extend(msg.ticket, held, msg.hashes[held:], msg.parents[held:], now, READ_LEASE_S)
-        if held and not found.refs:
-            host.release(msg.ticket)
-        self._answer(msg, found)
+        rest = msg.hashes[held:], msg.parents[held:]
+        self._answer(msg, host.extend_or_release(msg.ticket, held, *rest, now, READ_LEASE_S))
 
     def forget(self, ticket: str) -> None:
         """A lookup is over; what it waits for is read all the same."""

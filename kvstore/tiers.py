@@ -272,6 +272,21 @@ class HostTier:
         before = [] if read is None else read.headers
         return self._pinned(ticket, more, now + lease_s, before=before)
 
+    def extend_or_release(
+        self,
+        ticket: str,
+        held: int,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        now: float,
+        lease_s: float,
+    ) -> Found:
+        """Like `extend`; where nothing is pinned then, what was held is given back."""
+        found = self.extend(ticket, held, hashes, parents, now, lease_s)
+        if held and not found.refs:
+            self.release(ticket)
+        return found
+
     def pin(self, ticket: str, hashes: Sequence[bytes], now: float, lease_s: float) -> list[Header]:
         """Pin those of these blocks that are stored, whatever chains they belong to; it is no use of them."""
         if ticket in self._reads or len(self._reads) >= self._max_leases:

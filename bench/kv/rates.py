@@ -107,19 +107,37 @@ def copies(source: BlockPool, dest: BlockPool, turns: int) -> dict[str, Any]:
         if copy() != wanted:
             raise WrongBytes("copied blocks have other checksums than their sources")
 
+    return compared("host to device", "copy", of, into, {PLAIN: plain, UNVERIFIED: unverified, VERIFIED: verified}, turns)
+
+
+def compared(
+    path: str, what: str, of: memoryview, into: memoryview, ways: dict[str, Callable[[], Any]], turns: int
+) -> dict[str, Any]:
+    """Time ways of bringing the same bytes to a place, by turns, and look at what each of them left there.
+
+    Args:
+        path: the name of the row.
+        what: each way is called, after its own name, in an error.
+        of: the bytes.
+        into: the place.
+        ways: by name.
+        turns: of each way.
+
+    Raises:
+        WrongBytes: if one of them left other bytes.
+    """
     blank = bytes(len(into))
 
     def clear() -> None:
         into[:] = blank
 
-    ways = {PLAIN: plain, UNVERIFIED: unverified, VERIFIED: verified}
     seconds = interleaved(ways, turns, clear)
     for name, way in ways.items():
         clear()
         way()
         if into != of:
-            raise WrongBytes(f"{name} copy: other bytes than those of the source")
-    return row("host to device", len(of), seconds)
+            raise WrongBytes(f"{name} {what}: other bytes than those of the source")
+    return row(path, len(of), seconds)
 
 
 def reads(stored: Stored, turns: int, *, forgotten: bool) -> dict[str, Any]:

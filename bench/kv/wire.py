@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from bench.kv.rates import PLAIN, UNVERIFIED, VERIFIED, WrongBytes, interleaved, row
+from bench.kv.rates import PLAIN, UNVERIFIED, VERIFIED, WrongBytes, compared
 from kvstore.handoff import checksum
 from kvstore.pool import BlockPool
 from kvstore.transport import protocol, tcp_client
@@ -70,19 +70,8 @@ def fetches(source: BlockPool, dest: BlockPool, turns: int) -> dict[str, Any]:
             if fetch() != sums:
                 raise WrongBytes("fetched blocks have other checksums than their sources")
 
-        blank = bytes(len(into))
-
-        def clear() -> None:
-            into[:] = blank
-
         ways = {PLAIN: plain, UNVERIFIED: unverified, VERIFIED: verified}
-        seconds = interleaved(ways, turns, clear)
-        for name, way in ways.items():
-            clear()
-            way()
-            if into != of:
-                raise WrongBytes(f"{name} fetch: other bytes than those of the source")
-    return row("other host", len(of), seconds)
+        return compared("other host", "fetch", of, into, ways, turns)
 
 
 class _Anything(int):
