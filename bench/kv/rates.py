@@ -107,7 +107,8 @@ def copies(source: BlockPool, dest: BlockPool, turns: int) -> dict[str, Any]:
         if copy() != wanted:
             raise WrongBytes("copied blocks have other checksums than their sources")
 
-    return compared("host to device", "copy", of, into, {PLAIN: plain, UNVERIFIED: unverified, VERIFIED: verified}, turns)
+    ways = {PLAIN: plain, UNVERIFIED: unverified, VERIFIED: verified}
+    return compared("host to device", "copy", of, into, ways, turns)
 
 
 def compared(
