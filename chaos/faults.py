@@ -1,25 +1,35 @@
-"""Performs faults on processes: kill at once, freeze and thaw, or freeze and then kill."""
+"""Performs faults on processes: kill, freeze and thaw, and whatever else is registered in `FAULTS`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Any
 
-FaultKind = Literal["kill", "freeze", "freeze_then_kill"]
+if TYPE_CHECKING:
+    from chaos.instance import Instance
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """A fault that was performed."""
 
-    fault: FaultKind
+    fault: str
     victim: str
     pid: int
     at: float  # monotonic seconds, when the victim stopped working
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Who is struck, and for how long if the fault passes."""
+
+    victim: str
+    pid: int
+    for_s: float = 5.0
 
 
 def send_signal(pid: int, signum: signal.Signals) -> bool:
@@ -32,45 +42,69 @@ def send_signal(pid: int, signum: signal.Signals) -> bool:
 
 
 class Faults:
-    """Strikes processes; frozen ones are thawed in the end, whatever happens."""
+    """Strikes processes; frozen ones are thawed in the end, whatever happens.
 
-    def __init__(self, now: Callable[[], float], *, thaw_after_s: float = 5.0) -> None:
-        self._now = now
-        self._thaw_after_s = thaw_after_s
-        self._thawing: dict[asyncio.Task[None], int] = {}
+    Args:
+        now: monotonic seconds.
+        instance: the private system under test; absent when it is somebody else's.
+        proxy: what stands between the nodes and NATS, where a scenario needs one.
+    """
+
+    def __init__(self, now: Callable[[], float], *, instance: Instance | None = None, proxy: Any = None) -> None:
+        self.now = now
+        self.instance = instance
+        self.proxy = proxy
+        self._passing: set[asyncio.Task[None]] = set()
 
     def kill(self, pid: int, victim: str) -> Done:
         """SIGKILL."""
-        at = self._now()
+        at = self.now()
         send_signal(pid, signal.SIGKILL)
         return Done("kill", victim, pid, at)
 
-    def freeze(self, pid: int, victim: str) -> Done:
+    def freeze(self, pid: int, victim: str, *, for_s: float = 5.0) -> Done:
         """SIGSTOP now and SIGCONT later; a supervisor may have killed the process by then, which is its right."""
-        at = self._now()
+        at = self.now()
         send_signal(pid, signal.SIGSTOP)
-        task = asyncio.create_task(self._thaw(pid), name=f"thaw {victim}")
-        self._thawing[task] = pid
-        task.add_done_callback(lambda t: self._thawing.pop(t, None))
+        self.later(for_s, lambda: send_signal(pid, signal.SIGCONT), victim)
         return Done("freeze", victim, pid, at)
 
-    async def _thaw(self, pid: int) -> None:
-        try:
-            await asyncio.sleep(self._thaw_after_s)
-        finally:
-            send_signal(pid, signal.SIGCONT)
+    def later(self, after_s: float, undo: Callable[[], Any], victim: str) -> None:
+        """Call `undo` after a while, or at once if this is torn down before."""
+
+        async def wait() -> None:
+            try:
+                await asyncio.sleep(after_s)
+            finally:
+                undo()
+
+        task = asyncio.create_task(wait(), name=f"end the fault of {victim}")
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
 
     async def settle(self) -> None:
-        """Wait until every frozen process has been thawed."""
-        if self._thawing:
-            await asyncio.wait(list(self._thawing))
+        """Wait until every passing fault is over."""
+        if self._passing:
+            await asyncio.wait(list(self._passing))
 
-    def perform(self, kind: FaultKind, pid: int, victim: str) -> Done:
-        """Perform a fault by its name; `freeze_then_kill` is its kill, the freeze came before."""
-        match kind:
-            case "kill" | "freeze_then_kill":
-                return self.kill(pid, victim)
-            case "freeze":
-                return self.freeze(pid, victim)
-            case _:
-                assert_never(kind)
+    async def perform(self, name: str, target: Target) -> Done:
+        """Perform a fault by its name.
+
+        Raises:
+            KeyError: if there is no such fault.
+        """
+        return await FAULTS[name](self, target)
+
+
+Perform = Callable[[Faults, Target], Awaitable[Done]]
+
+
+async def _kill(faults: Faults, target: Target) -> Done:
+    return faults.kill(target.pid, target.victim)
+
+
+async def _freeze(faults: Faults, target: Target) -> Done:
+    return faults.freeze(target.pid, target.victim, for_s=target.for_s)
+
+
+FAULTS: dict[str, Perform] = {"kill": _kill, "freeze": _freeze}

@@ -12,18 +12,25 @@ client's process. `request` is the client's own name for the request; `load` and
 | `terminal` | `error` (null, or a map), `usage` |
 | `left` | the client closed its side on purpose |
 | `load` | `actor`, `running`, `waiting`, `blocks_in_use`, `steps` |
-| `fault` | `fault`, `victim`, `pid`, `effective` |
+| `fault` | `fault`, `victim`, `pid`, `at`, `streams`, `effective`, `scenario`, `round`, `stall_s` |
+| `run` | how this history was made, enough to make it again: `kind`, `seed` and more |
+| `reference` | `key`, `texts`, `reasons`: what the undisturbed run of these requests said |
+| `segment` | a part of the history begins that is judged by itself: whatever ran before has ended |
+| `baseline` | the part ends: `engines` that must be idle by now, `caps` on their figures |
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-KINDS = ("sent", "accepted", "item", "finish", "terminal", "left", "load", "fault")
+KINDS = (
+    "sent", "accepted", "item", "finish", "terminal", "left", "load", "fault",
+    "run", "reference", "segment", "baseline",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,22 @@ def read(path: Path) -> list[Event]:
     """Read a history file; a cut last line (its writer was killed) is left out."""
     lines = path.read_text().split("\n")
     return [parse(line) for line in lines[:-1] if line]
+
+
+def segments(path: Path) -> Iterator[list[Event]]:
+    """Read a history file part by part; a cut last line is left out. A file without parts is one."""
+    part: list[Event] = []
+    with path.open() as lines:
+        for line in lines:
+            if not line.endswith("\n") or not line.strip():
+                continue
+            event = parse(line)
+            if event.kind == "segment" and part:
+                yield part
+                part = []
+            part.append(event)
+    if part:
+        yield part
 
 
 def by_request(events: Iterable[Event]) -> dict[str, list[Event]]:
@@ -111,6 +134,15 @@ class Recorder:
         if index is None or index == seen.get(choice, 0):
             seen[choice] = seen.get(choice, 0) + 1
         self.done[request] = min(seen.values())
+
+    def forget(self) -> None:
+        """Let go of what is over, except in the file."""
+        self.events.clear()
+        for request in self.ended:
+            self.ids.pop(request, None)
+            self.done.pop(request, None)
+            self._seen.pop(request, None)
+        self.ended.clear()
 
     def close(self) -> None:
         """Finish the file."""

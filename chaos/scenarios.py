@@ -1,42 +1,129 @@
-"""What can be done to a running system, declared: a scenario names its victims, its fault and when it counts."""
+"""What can be done to a running system, declared: whom it strikes, how, when it counts, under which requests.
+
+Another scenario is a few lines in `SCENARIOS`. Faults are looked up by name in `chaos.faults.FAULTS`, requests in
+`chaos.workload.LOADS`; what is new there can be named here at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from chaos.faults import FaultKind
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One fault of a scenario.
+
+    Args:
+        victim: kind of the actor whose process is struck; for faults that strike no actor, what they strike.
+        fault: its name in `chaos.faults.FAULTS`.
+        who: `serving` holds a stream of the moment; `other` is any of its kind that was not struck before.
+        after_s: seconds after the act before it.
+        for_s: bounds of how long a passing fault (a freeze, a cut) lasts; the seed chooses.
+    """
+
+    victim: str
+    fault: str = "kill"
+    who: Literal["serving", "other"] = "serving"
+    after_s: float = 0.0
+    for_s: tuple[float, float] = (1.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One kind of fault.
+    """Faults that belong together, and when the first of them strikes.
 
-    `works` says where in a request's life the victim works. `streams`: it holds running streams, one of which must be
-    past its first and before its last ten tokens. `upstream`: it works before the first token; it must hold (by its
-    last heartbeat) a request that was accepted and has no item yet, while streams in that window run. `burst`: the
-    same, but its work is too short for any heartbeat to show; it is frozen, a burst of requests is sent, and it is
-    killed with its share of the burst unanswered in its hands.
+    Args:
+        name: what it is called on the command line.
+        acts: in their order.
+        works: where in a request's life the first victim works. `streams`: it holds running streams, one of which must
+            be past its first and before its last ten tokens. `upstream`: it works before the first token; it must hold
+            (by its last heartbeat) a request that was accepted and has no item yet, while streams in that window run.
+            `burst`: the same, but its work is too short for any heartbeat to show; it is frozen, a burst of requests
+            is sent, and the fault comes with its share of the burst unanswered in its hands.
+        loads: name of the requests that run, in `chaos.workload.LOADS`.
+        engine: which engines it makes sense with.
+        needs: what the system under test must have (`proxy`: all connections to NATS go through one).
     """
 
     name: str
-    kinds: tuple[str, ...]
-    fault: FaultKind
-    works: Literal["streams", "upstream", "burst"]
+    acts: tuple[Act, ...]
+    works: Literal["streams", "upstream", "burst"] = "streams"
+    loads: str = "mixed"
+    engine: Literal["any", "scripted", "real"] = "any"
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def summary(self) -> str:
+        """The acts in a line."""
+        parts = []
+        for act in self.acts:
+            later = f" {act.after_s:g} s later" if act.after_s else ""
+            parts.append(f"{act.fault} {'another ' if act.who == 'other' else ''}{act.victim}{later}")
+        return ", ".join(parts)
+
+
+def _one(fault: str, victim: str, works: Literal["streams", "upstream", "burst"], loads: str = "mixed") -> Scenario:
+    return Scenario(f"{fault}-{victim}", (Act(victim, fault),), works, loads)
+
+
+def _under(loads: str, fault: str, victim: str, engine: Literal["any", "scripted", "real"] = "any") -> Scenario:
+    return Scenario(f"{fault}-{victim}-{loads}", (Act(victim, fault),), "streams", loads, engine)
 
 
 SCENARIOS: dict[str, Scenario] = {
     s.name: s
     for s in (
-        Scenario("kill-decode", ("decode",), "kill", "streams"),
-        Scenario("kill-prefill", ("prefill",), "kill", "upstream"),
-        Scenario("kill-detokenize", ("detokenize",), "kill", "streams"),
-        Scenario("kill-tokenize", ("tokenize",), "freeze_then_kill", "burst"),
-        Scenario("freeze-decode", ("decode",), "freeze", "streams"),
+        # One process of each kind.
+        _one("kill", "decode", "streams"),
+        _one("kill", "prefill", "upstream"),
+        _one("kill", "detokenize", "streams"),
+        _one("kill", "tokenize", "burst"),
+        _one("kill", "transfer", "burst"),
+        _one("kill", "kv", "burst"),
+        # A native client's request does not survive its owner in every phase yet; an edge asks again.
+        _one("kill", "admission", "streams", "http"),
+        _one("freeze", "decode", "streams"),
+        _one("freeze", "prefill", "upstream"),
+        _one("freeze", "detokenize", "streams"),
+        _one("freeze", "tokenize", "burst"),
+        _one("freeze", "transfer", "burst"),
+        _one("freeze", "kv", "burst"),
+        _one("freeze", "admission", "streams", "http"),
+        # Two at once, or one after the other.
+        Scenario("kill-decode-and-detokenize", (Act("decode"), Act("detokenize"))),
+        Scenario("kill-decode-then-survivor", (Act("decode"), Act("decode", who="other", after_s=0.3))),
+        Scenario("kill-two-decodes", (Act("decode"), Act("decode", who="other"))),
+        Scenario("kill-decode-freeze-survivor", (Act("decode"), Act("decode", "freeze", who="other", after_s=0.2))),
+        Scenario("freeze-decode-kill-survivor", (Act("decode", "freeze"), Act("decode", who="other", after_s=0.5))),
+        Scenario("kill-decode-and-admission", (Act("decode"), Act("admission")), loads="http"),
+        Scenario("kill-detokenize-and-admission", (Act("detokenize"), Act("admission")), loads="http"),
+        Scenario("kill-detokenize-then-other", (Act("detokenize"), Act("detokenize", who="other", after_s=2.0))),
+        Scenario("kill-decode-and-prefill", (Act("decode"), Act("prefill", who="other"))),
+        Scenario("kill-decode-and-tokenize", (Act("decode"), Act("tokenize", who="other"))),
+        Scenario("kill-decode-and-store", (Act("decode"), Act("kv", who="other"), Act("transfer", who="other"))),
+        # One fault under requests of a kind.
+        _under("choices", "kill", "decode"),
+        _under("choices", "kill", "detokenize"),
+        _under("choices", "freeze", "decode"),
+        _under("stops", "kill", "decode"),
+        _under("stops", "kill", "detokenize"),
+        _under("completions", "kill", "decode"),
+        _under("completions", "kill", "detokenize"),
+        _under("repeats", "kill", "decode", "real"),
     )
 }
 
-GROUPS: dict[str, tuple[str, ...]] = {"failover": tuple(SCENARIOS)}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "failover": ("kill-decode", "kill-prefill", "kill-detokenize", "kill-tokenize", "freeze-decode"),
+    "full": tuple(SCENARIOS),
+    # A real model is slow: mostly what only it can show, which is that ids do not depend on who computes them.
+    "real": (
+        "kill-decode", "kill-decode-choices", "kill-decode-stops", "kill-decode-completions", "kill-decode-repeats",
+        "kill-two-decodes", "kill-decode-and-detokenize", "kill-decode-then-survivor", "kill-decode-and-prefill",
+        "kill-decode-and-tokenize", "freeze-decode", "kill-detokenize", "kill-prefill",
+    ),
+}  # fmt: skip
 
 
 def resolve(name: str) -> list[Scenario]:

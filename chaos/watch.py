@@ -80,6 +80,10 @@ class Watch:
         """Return the live actors that take work."""
         return [s for s in self.live(*kinds) if s.beat.state == "ready"]
 
+    async def settle(self, seconds: float) -> None:
+        """Listen for a while."""
+        await asyncio.sleep(seconds)
+
     def serving(self, kind: str) -> dict[str, frozenset[str]]:
         """Return what each live actor of a kind holds."""
         return {s.name: s.held for s in self.live(kind)}

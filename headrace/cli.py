@@ -308,6 +308,16 @@ def kv_verify(
     sys.exit(verify(Path(directory), drop=drop))
 
 
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)  # fmt: skip
+def chaos(context: typer.Context) -> None:
+    """Break a running system, or a private one, and check its promises: list, run, full, storm, replay, check."""
+    from headrace.commands.chaos import run
+
+    run(context.args)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from chaos.faults import Faults, send_signal
+from chaos.faults import Faults, Target, send_signal
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
@@ -31,7 +31,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_a_killed_process_is_dead_at_once(victim: subprocess.Popen[bytes]) -> None:
     """SIGKILL, and the fault says when and whom."""
-    done = Faults(time.monotonic).perform("kill", victim.pid, "decode/0")
+    done = await Faults(time.monotonic).perform("kill", Target("decode/0", victim.pid))
 
     assert victim.wait(5) == -signal.SIGKILL
     assert (done.victim, done.pid, done.fault) == ("decode/0", victim.pid, "kill")
@@ -39,9 +39,9 @@ async def test_a_killed_process_is_dead_at_once(victim: subprocess.Popen[bytes])
 
 async def test_a_frozen_process_stands_still_and_is_thawed(victim: subprocess.Popen[bytes]) -> None:
     """It is stopped until the thaw, and runs afterwards."""
-    faults = Faults(time.monotonic, thaw_after_s=0.2)
+    faults = Faults(time.monotonic)
 
-    faults.perform("freeze", victim.pid, "decode/0")
+    await faults.perform("freeze", Target("decode/0", victim.pid, for_s=0.2))
     states = []
     while not states or (states[-1] != psutil.STATUS_STOPPED and len(states) < 1000):
         states.append(psutil.Process(victim.pid).status())

@@ -14,7 +14,7 @@ import pytest
 from chaos import invariants
 from chaos.history import Recorder
 from chaos.run import Runner
-from chaos.scenarios import SCENARIOS
+from chaos.scenarios import GROUPS, SCENARIOS
 from chaos.watch import Watch
 from tests.system.cases import assert_drained
 from tests.system.launch import System, wait_until
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 120  # at the script's pace of 10 ms
 
 
-@pytest.mark.parametrize("name", list(SCENARIOS))
+@pytest.mark.parametrize("name", GROUPS["failover"])
 def test_streams_survive_with_the_same_text(split: System, name: str) -> None:
     """One fault that counts, four streams: nothing lost, nothing twice, every text as undisturbed."""
 

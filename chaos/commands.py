@@ -1,0 +1,195 @@
+"""What the commands of `python -m chaos` do against real processes: run, full, replay, check."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from chaos.faults import Faults
+from chaos.history import Recorder, segments
+from chaos.instance import Address, Instance, address
+from chaos.judge import Verdict, by_scenario, figures, judge, references
+from chaos.run import Runner, interleaved, summary
+from chaos.scenarios import GROUPS, Scenario, resolve
+from chaos.watch import Watch
+
+FULL_SCRIPTED = 850  # faults that count, with engines that verify every block
+FULL_REAL = 150
+FULL_DECODE_KILLS = 100
+REPLAYED = ("name", "seed", "rounds", "streams", "tokens", "engine", "decode", "prefill")
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def fits(scenario: Scenario, engine: str, proxy: bool = False) -> bool:
+    """Whether a scenario makes sense with an engine and a system."""
+    scripted = engine.startswith(("scripted", "null"))
+    wanted = scenario.engine == "any" or (scenario.engine == "scripted") == scripted
+    return wanted and (proxy or "proxy" not in scenario.needs)
+
+
+def script(directory: Path, pace_s: float) -> Path:
+    """Write a script for the scripted engine with a pace like that of a small model, or faster."""
+    path = directory / "script.json"
+    path.write_text(json.dumps({"pace_s": pace_s, "prefill_s_per_token": 0.0003}))
+    return path
+
+
+async def drive(
+    where: Address, plan: Sequence[tuple[Scenario, int]], args: argparse.Namespace, recorder: Recorder,
+    faults: Faults, done: Callable[[Verdict], bool] = lambda _: False,
+) -> Runner:  # fmt: skip
+    """Run a plan against a system that runs, until it is through or `done` says so."""
+    nats = await where.connect("chaos")
+    try:
+        async with where.client() as http:
+            watch = Watch(time.monotonic, recorder)
+            await watch.start(nats)
+            model = (await http.get("/v1/models")).json()["data"][0]["id"]
+            await watch.until(
+                lambda w: w.ready("decode") and w.ready("detokenize"), timeout_s=30.0, what="heartbeats heard"
+            )
+            runner = Runner(
+                recorder, watch, http, nats, model, seed=args.seed, say=say, streams=args.streams, tokens=args.tokens,
+                deadline_s=args.deadline_s, faults=faults,
+            )  # fmt: skip
+            await watch.settle(1.0)  # four heartbeats: every actor has been heard
+            await runner.prepare([scenario for scenario, _ in plan])
+            say(f"references: {len(runner.references)} requests ran undisturbed")
+            await runner.campaign(plan, until=lambda: done(runner.verdict))
+            return runner
+    finally:
+        await nats.close()
+
+
+async def one(
+    args: argparse.Namespace, plan: Sequence[tuple[Scenario, int]], history: Path, directory: Path,
+    done: Callable[[Verdict], bool] = lambda _: False,
+) -> dict[str, Any]:  # fmt: skip
+    """Run a plan against the system that the options name, or a private one; returns the figures."""
+    recorder = Recorder(time.monotonic, history)
+    recorder.add("", "run", made="processes", **{name: getattr(args, name) for name in REPLAYED})
+    instance: Instance | None = None
+    code = 0
+    try:
+        if args.instance is not None:
+            where = address(args.instance)
+        else:
+            instance = Instance(f"chaos-{args.port_base}", log=directory / f"up-{args.engine.partition(':')[0]}.log")
+            engine = args.engine
+            if engine == "scripted":
+                engine = f"scripted:{script(directory, args.pace_s)}"
+            shape = ("--isolate", "--prefill", str(args.prefill), "--decode", str(args.decode), "--engine", engine)
+            await instance.start(*shape, port_base=args.port_base)
+            where = instance.address
+            say(f"ready after {instance.ready_after_s:.1f} s; log {instance.log}, history {history}")
+        runner = await drive(where, plan, args, recorder, Faults(time.monotonic, instance=instance), done)
+    finally:
+        recorder.close()
+        code = await instance.stop() if instance is not None else 0
+    result = summary(runner, seed=args.seed, engine=args.engine)
+    return result | {"streams": args.streams, "exit_code": code, "history": str(history)}
+
+
+def clean(result: dict[str, Any]) -> bool:
+    """Whether no promise was broken and nothing failed."""
+    return not (result["violations"] or result["failed"] or result["exit_code"])
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Run a scenario or a group of them, `rounds` times each."""
+    scenarios = [s for s in resolve(args.name) if fits(s, args.engine)]
+    if not scenarios:
+        raise RuntimeError(f"{args.name} makes no sense with the engine {args.engine}")
+    directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    plan = [(s, r) for s in scenarios for r in range(args.rounds)]
+    result = await one(args, plan, args.history or directory / "history.jsonl", directory)
+    counted = result["scenarios"]
+    missing = [s.name for s in scenarios if counted.get(s.name, {}).get("faults_effective", 0) < args.rounds]
+    return result | {"rounds": args.rounds, "ok": clean(result) and not missing}
+
+
+async def full(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all scenarios in turns: first with scripted engines, then with the real model."""
+    directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    began = time.monotonic()
+    parts: dict[str, dict[str, Any]] = {}
+    total = Verdict()
+    for engine, target, share in (("scripted", args.scripted, 0.6), ("auto", args.real, 1.0)):
+        if not target:
+            continue
+        args.engine, args.name = engine, "full" if engine == "scripted" else "real"
+        scenarios = [s for s in resolve(args.name) if fits(s, engine)]
+        until = began + args.minutes * 60 * (share if args.real else 1.0)
+
+        def done(verdict: Verdict, target: int = target, until: float = until) -> bool:
+            return figures(verdict)["faults_effective"] >= target or time.monotonic() > until
+
+        plan = interleaved(scenarios, max(1, target), args.seed)
+        history = args.history or directory
+        parts[engine] = await one(args, plan, history / f"{engine}.jsonl", directory, done)
+        total = total + Verdict(check_file(history / f"{engine}.jsonl").faults)
+        say(json.dumps(parts[engine]))
+    sums = {
+        key: sum(p[key] for p in parts.values())
+        for key in ("faults_performed", "faults_effective", "kills_of_decode", "requests", "texts_compared", "failed",
+                    "gaps", "repeats", "differing", "violations")
+    }  # fmt: skip
+    enough = all(parts[e]["faults_effective"] >= n for e, n in (("scripted", args.scripted), ("auto", args.real)) if n)
+    names = {name for p in parts.values() for name, f in p["scenarios"].items() if f["faults_effective"]}
+    return {
+        "check": "chaos-full", "seeds": [args.seed], "minutes": round((time.monotonic() - began) / 60, 1), **sums,
+        "num_scenarios": len(names), "longest_stall_ms": figures(total)["longest_stall_ms"], "parts": parts,
+        "ok": enough and all(clean(p) for p in parts.values())
+        and (sums["kills_of_decode"] >= FULL_DECODE_KILLS or args.real < FULL_REAL),
+    }  # fmt: skip
+
+
+def check_file(path: Path) -> Verdict:
+    """Hold a history to the promises, part by part."""
+    known: dict[str, Any] = {}
+    total = Verdict()
+    for part in segments(path):
+        known |= references(part)
+        total = total + judge(part, known)
+    return total
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Judge a history from its file alone."""
+    verdict = check_file(path)
+    for line in [*map(str, verdict.violations), *verdict.errors]:
+        say(f"  {line}")
+    result = {"check": "chaos-check", "history": str(path), **figures(verdict), "scenarios": by_scenario(verdict)}
+    return result | {"ok": not (verdict.violations or verdict.failed)}
+
+
+def how_made(path: Path) -> dict[str, Any]:
+    """Return what a history says of how it was made.
+
+    Raises:
+        RuntimeError: if it does not say.
+    """
+    with path.open() as lines:
+        first = next(iter(lines), "")
+    if '"run"' not in first:
+        raise RuntimeError(f"{path} does not say how it was made")
+    return dict(json.loads(first))
+
+
+async def replay(args: argparse.Namespace, made: dict[str, Any]) -> dict[str, Any]:
+    """Run again what a history of real processes says: same scenarios, same seed."""
+    for name in REPLAYED:
+        setattr(args, name, made[name])
+    args.history = None
+    if args.name in GROUPS and args.name != "failover":
+        say("what processes do at a moment is not repeated, only which faults come and in which order")
+    return await run(args)
