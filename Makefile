@@ -1,4 +1,4 @@
-.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay bench-kv soak-kv chaos chaos-kv clean venv
+.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay bench-kv soak-kv chaos chaos-full chaos-storm chaos-kv clean venv
 
 run:   ; @scripts/run.sh $(ARGS)
 test:  ; @scripts/test.sh $(ARGS)
@@ -12,6 +12,8 @@ bench-replay:      ; @scripts/bench.sh replay $(TRACE) $(ARGS)
 bench-kv:          ; @scripts/bench.sh kv $(ARGS)
 soak-kv:           ; @scripts/bench.sh soak $(ARGS)
 chaos:    ; @scripts/chaos.sh $(ARGS)
+chaos-full:  ; @scripts/chaos.sh full $(ARGS)
+chaos-storm: ; @scripts/chaos.sh storm $(ARGS)
 chaos-kv: ; @scripts/chaos.sh kv $(ARGS)
 clean: ; @scripts/clean.sh
 venv:  ; @scripts/bootstrap.sh dev

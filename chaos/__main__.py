@@ -29,10 +29,21 @@ def _arguments() -> argparse.ArgumentParser:
     full.add_argument("--scripted", type=int, default=commands.FULL_SCRIPTED, help="faults that count; 0: none")
     full.add_argument("--real", type=int, default=commands.FULL_REAL, help="the same with the real model")
     _shape(full, prefill=2, decode=3, streams=8, tokens=96, pace_s=0.01)
+    storm = parsers.add_parser("storm", help="everything at once, in virtual time, for many seeds")
+    storm.add_argument("--minutes", type=float, default=0.0, help="of virtual time per seed (default 30)")
+    storm.add_argument("--seeds", type=int, default=0, help="how many (default 50)")
+    storm.add_argument("--seed", type=int, default=1, help="the first one")
+    storm.add_argument("--quick", action="store_true", help="20 seeds of 3 minutes")
+    storm.add_argument("--jobs", type=int, default=0, help="storms at once (default: one per core)")
+    storm.add_argument("--history", type=Path, default=None, help="directory for the histories of seeds that fail")
     check = parsers.add_parser("check", help="hold a recorded history to the promises")
     check.add_argument("file", type=Path)
     replay = parsers.add_parser("replay", help="run again what a history or a storm's file says")
     replay.add_argument("file", type=Path)
+    replay.add_argument(
+        "--minimise", type=int, nargs="?", const=60, default=0, metavar="RUNS",
+        help="leave out faults of a storm for as long as it fails, in at most so many runs (60)",
+    )  # fmt: skip
     _shape(replay, prefill=1, decode=2, streams=4, tokens=96, pace_s=0.02)
     return parser
 
@@ -68,8 +79,18 @@ def _perform(args: argparse.Namespace) -> dict[str, Any]:
             return asyncio.run(commands.full(args))
         case "check":
             return commands.check(args.file)
+        case "storm":
+            from chaos.virtual import commands as storms
+
+            storms.repeatable()
+            return storms.storm(args, commands.say)
         case _:
             made = commands.how_made(args.file)
+            if made["made"] == "storm":
+                from chaos.virtual import commands as storms
+
+                storms.repeatable()
+                return storms.replay(args, made, commands.say)
             return asyncio.run(commands.replay(args, made))
 
 

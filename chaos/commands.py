@@ -73,8 +73,8 @@ async def drive(
 async def one(
     args: argparse.Namespace, plan: Sequence[tuple[Scenario, int]], history: Path, directory: Path,
     done: Callable[[Verdict], bool] = lambda _: False,
-) -> dict[str, Any]:  # fmt: skip
-    """Run a plan against the system that the options name, or a private one; returns the figures."""
+) -> tuple[dict[str, Any], Verdict]:  # fmt: skip
+    """Run a plan against the system that the options name, or a private one; returns figures, and what was found."""
     recorder = Recorder(time.monotonic, history)
     recorder.add("", "run", made="processes", **{name: getattr(args, name) for name in REPLAYED})
     instance: Instance | None = None
@@ -96,7 +96,7 @@ async def one(
         recorder.close()
         code = await instance.stop() if instance is not None else 0
     result = summary(runner, seed=args.seed, engine=args.engine)
-    return result | {"streams": args.streams, "exit_code": code, "history": str(history)}
+    return result | {"streams": args.streams, "exit_code": code, "history": str(history)}, runner.verdict
 
 
 def clean(result: dict[str, Any]) -> bool:
@@ -111,7 +111,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         raise RuntimeError(f"{args.name} makes no sense with the engine {args.engine}")
     directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     plan = [(s, r) for s in scenarios for r in range(args.rounds)]
-    result = await one(args, plan, args.history or directory / "history.jsonl", directory)
+    result, _ = await one(args, plan, args.history or directory / "history.jsonl", directory)
     counted = result["scenarios"]
     missing = [s.name for s in scenarios if counted.get(s.name, {}).get("faults_effective", 0) < args.rounds]
     return result | {"rounds": args.rounds, "ok": clean(result) and not missing}
@@ -135,8 +135,8 @@ async def full(args: argparse.Namespace) -> dict[str, Any]:
 
         plan = interleaved(scenarios, max(1, target), args.seed)
         history = args.history or directory
-        parts[engine] = await one(args, plan, history / f"{engine}.jsonl", directory, done)
-        total = total + Verdict(check_file(history / f"{engine}.jsonl").faults)
+        parts[engine], verdict = await one(args, plan, history / f"{engine}.jsonl", directory, done)
+        total = total + verdict
         say(json.dumps(parts[engine]))
     sums = {
         key: sum(p[key] for p in parts.values())

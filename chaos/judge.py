@@ -22,13 +22,15 @@ class Verdict:
     requests: int = 0
     compared: int = 0
     failed: int = 0
+    refused: int = 0  # before they were accepted, where clients allow for it
     errors: list[str] = field(default_factory=list)
 
     def __add__(self, other: Verdict) -> Verdict:
         """Take two parts together."""
         return Verdict(
             self.faults + other.faults, self.violations + other.violations, self.requests + other.requests,
-            self.compared + other.compared, self.failed + other.failed, self.errors + other.errors,
+            self.compared + other.compared, self.failed + other.failed, self.refused + other.refused,
+            self.errors + other.errors,
         )  # fmt: skip
 
 
@@ -56,13 +58,18 @@ def judge(events: list[Event], known: Mapping[str, Answer]) -> Verdict:
     if baseline is not None:
         idle = {name: Idle() for name in baseline.data["engines"]}
         found += invariants.work_stops(events, idle) + invariants.bounded(events, baseline.data["caps"])
+    for rest in (e for e in events if e.kind == "rest"):
+        found += [Violation("work_stops", "", f"after the storm: {what}") for what in rest.data["busy"]]
+        found += [Violation("handlers", "", what) for what in rest.data["errors"]]
     ends = {e.request: e.data["error"] for e in reversed(events) if e.kind == "terminal"}
+    sent = {e.request: e.data for e in events if e.kind == "sent"}
     left = {e.request for e in events if e.kind == "left"}
-    sent = {e.request: bool(e.data.get("may_expire")) for e in events if e.kind == "sent"}
-    failed = [r for r, expires in sent.items() if r not in left and _failed(ends, r, expires)]
+    accepted = {e.request for e in events if e.kind == "accepted"}
+    refused = {r for r, how in sent.items() if how.get("may_be_refused") and r not in accepted and ends.get(r)}
+    failed = [r for r, how in sent.items() if r not in left | refused and _failed(ends, r, bool(how.get("may_expire")))]
     return Verdict(
         [e for e in events if e.kind == "fault"], found, len(sent),
-        sum(r in ends and ends[r] is None for r in sent), len(failed),
+        sum(r in ends and ends[r] is None for r in sent), len(failed), len(refused),
         [f"{r}: {ends.get(r, 'never ended')}" for r in failed],
     )  # fmt: skip
 
@@ -86,6 +93,7 @@ def figures(verdict: Verdict) -> dict[str, Any]:
         "requests": verdict.requests,
         "texts_compared": verdict.compared,
         "failed": verdict.failed,
+        "refused": verdict.refused,
         "gaps": sum(v.invariant == "gap" or " gap:" in v.detail for v in found),
         "repeats": sum(v.invariant == "repeat" or " repeat:" in v.detail for v in found),
         "differing": sum(v.invariant == "same_text" for v in found),

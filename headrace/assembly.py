@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.byte_text import ByteText
 from headrace import bus_access, served
-from headrace.byte_text import ByteText
 from headrace.checks import StartError
 from headrace.layout import ENGINE_KINDS, cores_of, threads_per_engine
 from schemas.settings import Settings

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Kill and freeze real processes under running streams, or with `kv` hurt the store; the last line is one JSON object.
+# Kill and freeze real processes under running streams, with `storm` do so in virtual time, with `kv` hurt the store.
+# The last line is one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh dev

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import virtual_fleet
 from virtual_fleet import Fleet, SteppedEngine, answer, fleet
 
+import chaos.virtual.engine
 from engine.core import EngineCore
 from runtime.virtual_clock import VirtualClock, run_virtual
 
@@ -69,7 +69,7 @@ def no_blocking_calls() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def busy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """All engines of a fleet are such."""
-    monkeypatch.setattr(virtual_fleet, "SteppedEngine", BusyEngine)
+    monkeypatch.setattr(chaos.virtual.engine, "SteppedEngine", BusyEngine)
 
 
 def simulate(scenario: Any, directory: Path, *, seed: int = 0) -> Any:

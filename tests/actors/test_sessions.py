@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from actors.byte_text import EOS, ByteText
 from actors.sessions import DEFAULT_WINDOW, MAX_ITEMS_PER_FRAME, RESEND_S, STALL_S, Session
-from headrace.byte_text import EOS, ByteText
 from schemas import messages as m
 from schemas.errors import EngineFailed, ReplayMismatch
 from schemas.items import Item, ItemBatch

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from actors.byte_text import ByteText
 from actors.tokenize import SHORT, TokenizeActor, is_short
-from headrace.byte_text import ByteText
 from runtime.clock import SystemClock
 from runtime.memory_bus import MemoryBroker
 from runtime.node import Node

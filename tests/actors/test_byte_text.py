@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.byte_text import EOS, ByteText
+from actors.byte_text import EOS, ByteText
 
 
 @given(st.text(alphabet=st.characters(exclude_characters=chr(EOS), exclude_categories=("Cs",))))

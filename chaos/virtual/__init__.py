@@ -1,0 +1,1 @@
+"""Whole instances on the in-memory bus in virtual time, storms over them, and their replay."""
