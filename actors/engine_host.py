@@ -297,8 +297,8 @@ class EngineActor(Actor):
             heads = [(p.choices[0], len(p.choices)) for p in parts]
             sequences = [work.sequence(c, outputs[c], now, num_first=count) for c, count in heads]
             self.source.reserve(work)
-        self.context.send(msg.reply, m.Dispatched(**answer))
         self.prefix.begin(work, sequences)
+        self.context.send(msg.reply, m.Dispatched(**answer))
 
     def added(self, work: Work, error: BaseException | None) -> None:
         """The engine has taken a request's sequences, or refused one."""
@@ -463,6 +463,8 @@ class EngineActor(Actor):
                     boxes.setdefault(work.detok, []).append(batch)
         for detok, batches in boxes.items():
             self.context.send_hot(detok, ITEMS, items_body(batches))
+        if boxes:
+            self.context.hurry()  # before the engine's thread, which goes on, asks for the interpreter again
 
     def receive_hot(self, kind: str, body: list[Any], sender: Ref | None) -> None:
         """Detokenizers acknowledge."""

@@ -296,6 +296,7 @@ class Exchange:
                 outputs=request.inflight.outputs,
             ),
         )
+        context.hurry()
         return True
 
     def _resubmit(self, request: OpenRequest) -> None:

@@ -47,6 +47,13 @@ class Context(Protocol):
         """Publish raw bytes on the stream connection (frames to native clients, broadcasts)."""
         ...
 
+    def hurry(self) -> None:
+        """Let what was sent so far leave now: somebody waits for it, and this turn of the loop may go on for a while.
+
+        What a mailbox's handler sends leaves when it returns, without asking, unless more messages wait.
+        """
+        ...
+
     async def subscribe(
         self, subject: str, handler: Callable[[BusMessage], None], *, queue: str = ""
     ) -> Subscription: ...

@@ -56,6 +56,10 @@ class Bus(Protocol):
         """
         ...
 
+    def push(self) -> None:
+        """Let what was published so far leave now; without it that is when the loop's turn is over."""
+        ...
+
     async def subscribe(
         self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65_536
     ) -> Subscription: ...

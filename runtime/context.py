@@ -17,6 +17,7 @@ from schemas.subjects import anycast as anycast_subject
 if TYPE_CHECKING:
     from runtime.mailbox import Mailbox
     from runtime.membership import Membership
+    from runtime.neighbours import Neighbours
     from runtime.telemetry import Telemetry
 
 
@@ -34,6 +35,7 @@ class ActorContext:
     stream: Bus
     tasks: Tasks
     well: Callable[[], bool]
+    neighbours: Neighbours
     mailbox: Mailbox | None = None
     subscriptions: list[Subscription] = field(default_factory=list)
     shared: list[Subscription] = field(default_factory=list)  # in queue groups: given up at once by a drain
@@ -44,20 +46,24 @@ class ActorContext:
         return self.well()
 
     def send(self, to: Ref, message: Message) -> None:
-        """Send a control message to one incarnation's mailbox.
+        """Send a control message to one incarnation's mailbox; one in this node gets it without the bus.
 
         Raises:
             TooLarge: if the bus cannot carry it.
         """
-        self.control.publish(to.subject, encode(message, self.ref))
+        subject, payload = to.subject, encode(message, self.ref)
+        if not self.neighbours.take(subject, payload):
+            self.control.publish(subject, payload)
 
     def anycast(self, kind: str, message: Message) -> None:
-        """Send a control message to any one actor of a stateless kind.
+        """Send a control message to any one actor of a stateless kind: to the one in this node if that is idle.
 
         Raises:
             TooLarge: if the bus cannot carry it.
         """
-        self.control.publish(anycast_subject(kind), encode(message, self.ref))
+        subject, payload = anycast_subject(kind), encode(message, self.ref)
+        if not self.neighbours.take_any(kind, subject, payload):
+            self.control.publish(subject, payload)
 
     def send_hot(self, to: Ref, kind: str, body: list[Any]) -> None:
         """Send items, acks or frames to a mailbox, on the stream connection.
@@ -65,7 +71,9 @@ class ActorContext:
         Raises:
             TooLarge: if the bus cannot carry it.
         """
-        self.stream.publish(hot(to), encode_hot(kind, self.ref, body))
+        subject, payload = hot(to), encode_hot(kind, self.ref, body)
+        if not self.neighbours.take(subject, payload):
+            self.stream.publish(subject, payload)
 
     def publish(self, subject: str, payload: bytes, *, reply: str = "") -> None:
         """Publish raw bytes on the stream connection.
@@ -74,6 +82,11 @@ class ActorContext:
             TooLarge: if the bus cannot carry it.
         """
         self.stream.publish(subject, payload, reply=reply)
+
+    def hurry(self) -> None:
+        """Let what was sent so far leave now."""
+        self.control.push()
+        self.stream.push()
 
     async def subscribe(
         self, subject: str, handler: Callable[[BusMessage], None], *, queue: str = ""

@@ -105,7 +105,10 @@ class Mailbox:
             if not self._queue or self._hold or not self._open:
                 break
             self._handle(self._queue.popleft())
-        self._schedule()
+        if self._queue:
+            self._schedule()
+        else:
+            self.actor.context.hurry()
 
     def _handle(self, message: BusMessage) -> None:
         self.handled += 1

@@ -172,6 +172,9 @@ class MemoryBus(Requests):
         """Monotonic time of the last (re)connect."""
         return self._connected_since
 
+    def push(self) -> None:
+        """What is published is on its way at once."""
+
     def publish(self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Send without waiting; dropped and counted while disconnected.
 

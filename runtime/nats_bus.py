@@ -259,6 +259,11 @@ class NatsBus(Requests):
             self._flush_scheduled = True
             self._loop.call_soon(self._flush_now)
 
+    def push(self) -> None:
+        """Write what was published so far; the turn's end finds nothing left to do."""
+        if self._outbox:
+            self._write_out()
+
     def _head(self, subject: str) -> bytes:
         head = f"PUB {check_subject(subject)} ".encode()
         if len(self._heads) >= MAX_HEADS:
@@ -268,6 +273,9 @@ class NatsBus(Requests):
 
     def _flush_now(self) -> None:
         self._flush_scheduled = False
+        self._write_out()
+
+    def _write_out(self) -> None:
         if self._blocked:
             return
         if not self._client.up:

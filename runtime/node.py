@@ -19,6 +19,7 @@ from runtime.context import ActorContext
 from runtime.heartbeat import Beat, BeatSource, LoopSender, Sender, ThreadSender
 from runtime.mailbox import Mailbox
 from runtime.membership import MAX_SKEW_S, Membership
+from runtime.neighbours import Neighbours
 from runtime.telemetry import Telemetry
 from runtime.vitals import Vitals
 from schemas.codec import DecodeError, decode, encode
@@ -80,6 +81,7 @@ class Node:
         self.drain_limit_s = drain_limit_s
         self.vitals = Vitals()
         self.tasks = Tasks()
+        self.neighbours = Neighbours()
         self.membership = Membership(clock, self.well)
         self.on_error: Callable[[BaseException], None] | None = None
         self._hosted: list[_Hosted] = []
@@ -116,11 +118,12 @@ class Node:
         ref = Ref(kind, actor_id, self.clock.random_hex(8))
         context = ActorContext(
             ref, self.name, self.host, self.clock, self.membership, self.telemetry,
-            self.control, self.stream, self.tasks, self.well,
+            self.control, self.stream, self.tasks, self.well, self.neighbours,
         )  # fmt: skip
         actor = factory(context)
         mailbox = context.mailbox = Mailbox(actor, self.clock, self.telemetry)
         mailbox.on_error = self._report
+        self.neighbours.add(actor, mailbox)
         self._hosted.append(_Hosted(actor, context, mailbox))
         return ref
 

@@ -122,6 +122,9 @@ class WireContext:
         """Send to whoever listens."""
         self._wire.post(subject, payload)
 
+    def hurry(self) -> None:
+        """Nothing waits here."""
+
     async def subscribe(self, subject: str, handler: Callable[[BusMessage], None], *, queue: str = "") -> _Subscription:
         """Listen, for as long as the actor is there."""
         self._wire.listen(self.ref, subject, handler)

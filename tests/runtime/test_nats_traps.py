@@ -572,11 +572,10 @@ async def test_trap_10_liveness_needs_no_jetstream(own_nats: NatsServer) -> None
 
 async def test_trap_11_a_node_has_a_connection_for_control_and_one_for_streams(own_nats: NatsServer) -> None:
     """Items queue on one, control messages pass on the other; heartbeats have a third in their own thread."""
-    node = await make_node(own_nats, "node")
-    sender = await NatsBus.connect(own_nats.url, name="sender", clock=CLOCK)
+    node, sender = await make_node(own_nats, "node"), await make_node(own_nats, "sender")
     actor = node.actors[0]
     assert isinstance(actor, Recorder)
-    context = node._hosted[0].context
+    context = sender._hosted[0].context
     assert node.control.client_id != node.stream.client_id  # type: ignore[attr-defined]
     for pending in node.stream._client.routes.values():  # type: ignore[attr-defined]
         pending.hold = True
@@ -591,7 +590,7 @@ async def test_trap_11_a_node_has_a_connection_for_control_and_one_for_streams(o
         pending.hold = False
         pending.schedule()
     await until(lambda: actor.hot == 100)
-    await sender.close()
+    await sender.stop()
     await node.stop()
 
 
