@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,8 +29,48 @@ class AddressUnavailable(OSError):
         self.host, self.port, self.reason = host, port, reason
 
 
+class _Joined:
+    """A transport on which the head of an answer leaves together with what follows it in the same turn of the loop.
+
+    A client that gets them apart is woken twice, the first time for nothing.
+    """
+
+    def __init__(self, inner: asyncio.Transport) -> None:
+        self._inner = inner
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, data: bytes) -> None:
+        """Write, or keep a head until this turn is over."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
+            self._head = data
+            asyncio.get_running_loop().call_soon(self.release)
+            return
+        self._inner.write(data)
+
+    def release(self) -> None:
+        """Write what is kept."""
+        if self._head:
+            data, self._head = self._head, b""
+            self._inner.write(data)
+
+    def close(self) -> None:
+        """Close, after what is kept."""
+        self.release()
+        self._inner.close()
+
+
 class _Protocol(HttpToolsProtocol):
     """Answers what is not even HTTP with the same envelope as everything else."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin."""
+        super().connection_made(transport)
+        self.transport = _Joined(transport)  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a malformed request and close."""
