@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from engine.costs import total_work
+from engine.costs import Work, total_work
 from engine.failures import NOT_NUMBERS
 from engine.lending import Lending
 from engine.live import (
@@ -101,6 +101,7 @@ class EngineCore:
         )
         self._planner = Planner(scheduler, pool, self._roster, self._lent, self._parking, self._counts)
         self.costs = self._planner.costs
+        self._measured: tuple[Work, float] | None = None  # the last step's work and seconds, until `learn`
         self._prefills = Prefills()
         self._speculator = None if drafter is None else Speculator(drafter, self.costs, now, max_draft)
         runner.bind(pool.view(), pool.num_blocks)
@@ -277,6 +278,7 @@ class EngineCore:
 
     def step(self) -> StepResult:
         """Compute one batch. A runner that raises fails the sequences of this batch and no others."""
+        self.learn()
         started = self.now()
         ended = self._expire()
         decision = self._planner.schedule()
@@ -285,6 +287,12 @@ class EngineCore:
         sampled, crash = self._execute(rows)
         outcome = self._commit(rows, sampled, crash)
         return self._emit(decision, rows, outcome, ended, crash, started)
+
+    def learn(self) -> None:
+        """Fit the costs to the last step, unless that has been done: its ids need not wait for it."""
+        measured, self._measured = self._measured, None
+        if measured is not None:
+            self.costs.observe(*measured)
 
     def fail_running(self, message: str) -> StepResult:
         """Fail every sequence that takes part in steps: the core's own step went wrong, so none can be trusted."""
@@ -342,7 +350,7 @@ class EngineCore:
             self._counts["crashes"] += 1
             return [], f"{type(exc).__name__}: {exc}"
         took = self.now() - started
-        self.costs.observe(total_work((row.start, len(row.ids)) for row in rows), took)
+        self._measured = total_work((row.start, len(row.ids)) for row in rows), took
         self._prefills.add(rows, took)
         if self._speculator is not None and all(len(row.ids) == 1 + len(row.draft) for row in rows):
             drafted, accepted = self._speculator.settle(rows, sampled, took)

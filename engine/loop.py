@@ -14,6 +14,7 @@ from engine.live import StepResult
 T = TypeVar("T")
 
 MAX_CRASHES = 3  # steps that fail one after the other before the engine is given up
+LET_GO_S = 1e-6  # a wait this short lets another thread have the interpreter
 STALLED_WAIT_S = 0.05  # with work that cannot go on now (blocks are held elsewhere), look again this often
 
 
@@ -144,6 +145,10 @@ class EngineThread:
             self._crashes = 0
         if result.eventful or result.num_tokens:
             self._guard(self._deliver, result)
+        if any(item.index == 0 for item in result.items):
+            # Whoever sends them needs the interpreter, and the next step's plan may come after somebody's first token.
+            threading.Event().wait(LET_GO_S)
+        self._guard(lambda core: core.learn(), self._core)
         return bool(result.eventful or result.num_tokens or result.preempted)
 
     def _guard(self, fn: Callable[[Any], None], argument: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from engines import expected, make_core, plain, prompt, sequence
 
 from engine.core import EngineCore
+from engine.costs import Work
 from engine.live import StepResult
 from engine.loop import MAX_CRASHES, EngineThread
 from engine.plan import BatchPlan, Sampled
@@ -236,3 +237,29 @@ def test_after_the_end_calls_are_cancelled(tmp_path: Path, listener: Listener) -
 
     assert before.result(BOUND_S) == 1
     assert thread.call(lambda core: 2).cancelled()
+
+
+def test_ids_are_delivered_before_their_step_is_learnt_from(
+    tmp_path: Path, listener: Listener, runner: Fragile
+) -> None:
+    """Fitting costs to a step takes longer than making its ids known; it is done all the same, once per step."""
+    core = make_core(tmp_path, runner=runner)
+    order: list[str] = []
+    observe = core.costs.observe
+
+    def noted(work: Work, seconds: float) -> None:
+        order.append("learnt")
+        observe(work, seconds)
+
+    core.costs.observe = noted  # type: ignore[method-assign]
+
+    def deliver(result: StepResult) -> None:
+        order.append("delivered")
+        listener.deliver(result)
+
+    thread = EngineThread(core, deliver, listener.crash)
+    thread.start()
+    thread.call(lambda c: c.add(sequence("a", prompt(20), max_tokens=5))).result(BOUND_S)
+    listener.wait_gone("a")
+    assert thread.stop(BOUND_S)
+    assert order == ["delivered", "learnt"] * 5
