@@ -93,6 +93,30 @@ async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0, tim
             writer.close()
 
 
+async def fetch_s(base: str, path: str, *, limit_s: float = 60.0) -> float:
+    """Get a page on a connection of its own; returns the seconds from sending to the first byte of its body.
+
+    Raises:
+        LoadFailed: if it is refused.
+    """
+    url = urlsplit(base)
+    head = f"GET {path} HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n\r\n"
+    async with asyncio.timeout(limit_s):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        try:
+            sent_at = time.monotonic()
+            writer.write(head.encode())
+            status = await reader.readline()
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.read(65_536)
+            took = time.monotonic() - sent_at
+            if b" 200 " not in status:
+                raise LoadFailed(f"{path}: {status.decode().strip()}")
+            return took
+        finally:
+            writer.close()
+
+
 async def _events(body: _Body, timing: Timing) -> None:
     rest = b""
     while data := await body.read():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import load, servers
+from bench import client, load, servers
 from bench.client import LoadFailed, Timing
 from bench.questions import ROOT, long_text
 from bench.servers import Server, ServerFailed
@@ -75,6 +75,20 @@ async def admitted(server: Server, streams: int, first: int) -> dict[str, Any]:
     return {"longest_ms": round(longest * 1000, 2), "median_ms": round(median * 1000, 2), "over": longest / median}
 
 
+async def first_texts(server: Server) -> tuple[float, float]:
+    """Return how long one request's first text takes, and an answer of the same server that needs no bus.
+
+    Both in milliseconds, medians, measured in turn, one at a time, each on a connection of its own. Their difference
+    is what bus and actors add; what is left is the client, the socket and HTTP.
+    """
+    first, bare = [], []
+    for number in range(TTFT_WARM_UP + TTFT_REQUESTS):
+        timing = await load.one(server.base, server.model, long_text(50_000 + number, SHORT), 4)
+        first.append(timing.ttft_s * 1000)
+        bare.append(await client.fetch_s(server.base, "/health/live") * 1000)
+    return percentile(first[TTFT_WARM_UP:], 0.5), percentile(bare[TTFT_WARM_UP:], 0.5)
+
+
 def engine_alone(args: argparse.Namespace, runner: str) -> float:
     """Return the tokens per second of the same load on the engine alone, in a process of its own.
 
@@ -116,13 +130,12 @@ async def measure(args: argparse.Namespace, runner: str, directory: Path) -> dic
     alone = engine_alone(args, runner)
     null = servers.ours(args.model, args.port_base + 5, ["--engine", "null", *args.up])
     async with Server(null, directory / "null.log") as server:
-        prompts = [long_text(50_000 + i, SHORT) for i in range(TTFT_WARM_UP + TTFT_REQUESTS)]
-        timings = await load.run(server.base, server.model, prompts, 1, 4)
-        first = [t.ttft_s * 1000 for t in timings[TTFT_WARM_UP:]]
+        first, bare = await first_texts(server)
     rate, over = statistics.median(rates), statistics.median(p["over"] for p in pauses)
     return {
         "streams": streams, "whole_tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(alone, 1),
         "throughput_over_engine": judged(rate / alone, THROUGHPUT),
-        "added_ttft_p50_ms": judged(percentile(first, 0.5), ADDED_TTFT_MS),
+        "first_text_p50_ms": round(first, 2), "http_alone_p50_ms": round(bare, 2),
+        "added_ttft_p50_ms": judged(first - bare, ADDED_TTFT_MS),
         "pause_over_median_itl": judged(over, PAUSE), "pauses": pauses,
     }  # fmt: skip

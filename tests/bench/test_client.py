@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from bench.client import LoadFailed, stream
+from bench.client import LoadFailed, fetch_s, stream
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +73,14 @@ async def test_a_failure_is_never_measured(status: str, body: bytes, said: str) 
         await stream(url, {})
 
     server.close()
+
+
+async def test_a_page_is_timed_and_a_refusal_is_none() -> None:
+    """What a server takes for an answer of its own is only told if there was one."""
+    base, server = await served("200 OK", b"{}", 2)
+    async with server:
+        assert 0 < await fetch_s(base, "/health/live") < 60
+    base, server = await served("503 Service Unavailable", b"{}", 2)
+    async with server:
+        with pytest.raises(LoadFailed, match="503"):
+            await fetch_s(base, "/health/live")
