@@ -126,7 +126,7 @@ async def full(args: argparse.Namespace) -> dict[str, Any]:
     for engine, target, share in (("scripted", args.scripted, 0.6), ("auto", args.real, 1.0)):
         if not target:
             continue
-        args.engine, args.name = engine, "full" if engine == "scripted" else "real"
+        args.engine, args.name, args.rounds = engine, "full" if engine == "scripted" else "real", 1
         scenarios = [s for s in resolve(args.name) if fits(s, engine)]
         until = began + args.minutes * 60 * (share if args.real else 1.0)
 

@@ -16,6 +16,7 @@ client's process. `request` is the client's own name for the request; `load` and
 | `run` | how this history was made, enough to make it again: `kind`, `seed` and more |
 | `reference` | `key`, `texts`, `reasons`: what the undisturbed run of these requests said |
 | `segment` | a part of the history begins that is judged by itself: whatever ran before has ended |
+| `away` | `for_s`: the native clients' own connection to the bus is gone for so long |
 | `rest` | a storm is over: what is still `busy` long after, and which `errors` handlers raised |
 | `baseline` | the part ends: `engines` that must be idle by now, `caps` on their figures |
 """
@@ -30,7 +31,7 @@ from typing import IO, Any
 
 KINDS = (
     "sent", "accepted", "item", "finish", "terminal", "left", "load", "fault",
-    "run", "reference", "segment", "baseline", "rest",
+    "run", "reference", "segment", "baseline", "rest", "away",
 )  # fmt: skip
 
 

@@ -63,9 +63,12 @@ def answer(events: Iterable[Event]) -> Answer:
 def one_ending(events: Iterable[Event]) -> list[Violation]:
     """Every request that was sent and not left has one terminal, at most a second after its deadline.
 
-    Nothing comes after it, and to a terminal without an error belongs one finish for each choice.
+    Nothing comes after it, and to a terminal without an error belongs one finish for each choice. A native client that
+    was itself cut off from the bus then can only be told once it is back: its second begins there.
     """
     out = []
+    events = list(events)
+    away = [(e.t, e.t + float(e.data["for_s"])) for e in events if e.kind == "away"]
     for request, group in by_request(events).items():
         sent = next((e for e in group if e.kind == "sent"), None)
         if sent is None:
@@ -81,6 +84,8 @@ def one_ending(events: Iterable[Event]) -> list[Violation]:
             out.append(Violation("one_ending", request, f"ended {len(terminals)} times"))
         end = terminals[0]
         limit = sent.t + float(sent.data["deadline_s"]) + GRACE_S
+        if sent.data["client"] == "native":
+            limit = max([limit, *(back + GRACE_S for gone, back in away if gone < limit <= back + GRACE_S)])
         if end.t > limit:
             out.append(Violation("one_ending", request, f"ended {end.t - limit:.3f} s too late"))
         late = [e for e in group[group.index(end) + 1 :] if e.kind in ("item", "finish", "accepted")]

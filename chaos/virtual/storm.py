@@ -170,6 +170,7 @@ class Storm:
 
     async def _stop_bus(self, blow: Blow) -> None:
         self._bus_down += 1
+        self._recorder.add("", "away", for_s=blow.for_s)
         _disconnect([self._system.outside, *self._system.buses()])
         await self._clock.sleep(blow.for_s)
         self._bus_down -= 1

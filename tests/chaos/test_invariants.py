@@ -211,6 +211,24 @@ def test_a_terminal_at_the_limit_is_in_time() -> None:
     assert one_ending(events) == []
 
 
+def test_a_client_that_was_cut_off_is_told_when_it_is_back() -> None:
+    """Its second begins when its connection is back, if that was gone when the second after its deadline ended."""
+    *before, _, terminal = stream()
+    error = {"error": {"code": "deadline_exceeded"}, "usage": None}
+
+    def ended(at: float, *, gone: float, for_s: float, client: str = "native") -> list[str]:
+        sent = replace(before[0], data={**before[0].data, "client": client})
+        away = Event(gone, "", "away", {"for_s": for_s})
+        end = replace(terminal, t=at, data=error)
+        return [v.detail for v in one_ending([sent, *before[1:], away, end])]
+
+    limit = DEADLINE_S + 1.0
+    assert ended(limit + 2.5, gone=limit - 1.0, for_s=3.0) == []
+    assert ended(limit + 3.5, gone=limit - 1.0, for_s=3.0) == ["ended 0.500 s too late"]
+    assert ended(limit + 0.1, gone=limit - 3.0, for_s=1.0) == ["ended 0.100 s too late"]
+    assert ended(limit + 0.1, gone=limit - 1.0, for_s=3.0, client="http") == ["ended 0.100 s too late"]
+
+
 def test_an_item_after_the_terminal_is_found() -> None:
     """An ending ends."""
     events = stream()
