@@ -15,15 +15,17 @@ import orjson
 from actors import ownership as own
 from actors import replies
 from actors.in_flight import InFlight
+from actors.keeping import above
 from actors.pinning import Pinning
 from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, place
 from actors.placement_metrics import PlacementMetrics
+from actors.records import Records
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
 from schemas import messages as m
 from schemas import subjects
-from schemas.errors import HeadraceError, Overloaded, TooLarge, Unavailable
+from schemas.errors import DeadlineExceeded, HeadraceError, Overloaded, TooLarge, Unavailable
 from schemas.items import ACKS, frame, parse_acks
 from schemas.openai import ParsedRequest, parse_request
 from schemas.openai_sampling import chosen_ids
@@ -78,6 +80,7 @@ class AdmissionActor(Actor):
             choose_detokenizer=self._choose_detokenizer,
             context_limit=self.context_limit,
         )
+        self._records = Records(context, self._table, self._perform, self._accept)
         self._in_flight = InFlight()
         self._terminals: dict[str, _OwnTerminal] = {}
         self._pinning = Pinning(context, config.models)
@@ -87,7 +90,7 @@ class AdmissionActor(Actor):
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
         self._failovers = telemetry.counter("failovers_total", "Requests moved off a lost actor", ("kind", "reason"))
-        for kind in ("prefill", "decode", "both", "detokenize"):
+        for kind in ("prefill", "decode", "both", "detokenize", "admission"):
             self._failovers.labels(kind, "exit")  # on the page as zero before the first one
         self._prompt = telemetry.counter("prompt_tokens_total", "Prompt tokens of ended requests")
         self._generation = telemetry.counter("generation_tokens_total", "Output tokens of ended requests")
@@ -117,6 +120,7 @@ class AdmissionActor(Actor):
         return {
             "requests_open": self._table.num_open,
             "oldest_request_age_seconds": self._table.oldest_age_s(self.clock.now()),
+            **self._records.statistics(),
             **{f"kv_index_{name}": value for name, value in self._where.index.statistics().items()},
         }
 
@@ -164,10 +168,16 @@ class AdmissionActor(Actor):
             self._requests.labels("late").inc()
             return  # the client has asked somebody else by now (R11)
         if msg.request_id in self._table:
-            self._perform(self._table.raise_term(msg.request_id, msg.term, now))
+            raised = self._table.raise_term(msg.request_id, msg.term, now)
+            self._perform(raised)
+            if raised:
+                self._records.renew(msg.request_id)
             owned = self._table.get(msg.request_id)
-            if owned is not None and owned.stage is own.Stage.OPEN:
+            # An adopted request's client hears of it when nothing is written under the old fence any more.
+            if owned is not None and owned.stage is own.Stage.OPEN and not owned.announce:
                 self._accept(owned.record, owned.fence)
+            return
+        if msg.term > 0 and self._records.resubmitted(msg.request_id):
             return
         if self._keep_early(msg, now):
             return
@@ -179,9 +189,10 @@ class AdmissionActor(Actor):
             self._write_terminal(msg.request_id, msg.reply, fence, exc)
             self._requests.labels(exc.code or "error").inc()
             return
-        record = self._record(msg, parsed, wall)
-        # The answer of a repeated request is fixed by its first acceptance, so it goes out before anything else.
-        self._accept(record, fence)
+        backup = self._records.choose(msg.request_id)
+        record = self._record(msg, parsed, wall, backup)
+        if backup is None:
+            self._accept(record, fence)  # there is nobody else to hold it
         body: dict[str, Any] = {"created": record.created}
         if parsed.api == "chat":
             body["messages"] = list(parsed.messages)
@@ -203,6 +214,8 @@ class AdmissionActor(Actor):
                 outputs=msg.outputs,
             )
         )
+        if backup is not None:
+            self._records.keep(msg.request_id, backup)  # `accepted` is said when it holds the record too (R2)
 
     def _keep_early(self, msg: m.Submit, now: float) -> bool:
         """Keep a request for a moment while no engine is known: the edge may have heard of one before this node did."""
@@ -220,7 +233,7 @@ class AdmissionActor(Actor):
         if self.context_limit() == 0:
             raise Unavailable("no engine is ready", code="not_ready", retry_after_s=1.0)
 
-    def _record(self, msg: m.Submit, parsed: ParsedRequest, wall: float) -> Record:
+    def _record(self, msg: m.Submit, parsed: ParsedRequest, wall: float, backup: Ref | None) -> Record:
         seed = msg.seed if msg.seed is not None else parsed.seed
         if seed is None:
             seed = int(self.clock.random_hex(7), 16)
@@ -243,6 +256,7 @@ class AdmissionActor(Actor):
             cache_salt=parsed.cache_salt,
             reply=msg.reply,
             owner=self.ref,
+            backup=backup,
             edge_epoch=msg.edge_epoch,
             traceparent=self.context.telemetry.new_traceparent(msg.traceparent or None),
         )
@@ -258,7 +272,7 @@ class AdmissionActor(Actor):
         if isinstance(message, m.PinPrompt):
             self._pinning.begin(message)
             return
-        if sender is None:
+        if sender is None or self._records.receive(message, sender):
             return
         table = self._table
         match message:
@@ -287,6 +301,7 @@ class AdmissionActor(Actor):
             case m.Stalled():
                 self._perform(table.on_stalled(message, self._silence_s, now))
             case m.Finished():
+                self._records.on_finished(message)
                 self._perform(table.on_finished(message, sender, now))
             case m.Closed():
                 self._perform(table.on_closed(message, sender, now))
@@ -328,17 +343,27 @@ class AdmissionActor(Actor):
             if reason != "silent":
                 self._perform(self._table.edge_down(ref.subject, now))
             return
+        if ref.kind == "admission":
+            self._records.member_down(ref, reason)
+            return
         self._perform(self._table.member_down(ref, reason, now))
 
     def member_changed(self, ref: Ref, state: str) -> None:
         """A draining engine or detokenizer hands its requests over."""
         if state == "draining" and ref.kind in ("decode", "both", "prefill", "detokenize"):
             self._perform(self._table.member_down(ref, "drain", self.clock.now()))
+        if state == "draining" and ref.kind == "admission":
+            self._records.leaving(ref)
 
     def tick(self) -> None:
         """Repeat, expire, forget."""
         now = self.clock.now()
         self._perform(self._table.tick(now))
+        for held in self._records.tick():  # R4: detokenizer and owner should have ended these
+            error = DeadlineExceeded("the request's deadline passed")
+            fence = above(held.keep.fence, f"{self.ref.id}.{self.ref.epoch}")
+            self._write_terminal(held.keep.request_id, held.keep.record.reply, fence, error)
+            self._requests.labels(error.code).inc()
         self._pinning.tick(now)
         self._where.index.tick(now)
         for msg, _ in list(self._early.values()):
@@ -363,7 +388,10 @@ class AdmissionActor(Actor):
                     self._anycast(d)
                 case own.Terminal():
                     self._write_terminal(d.record.request_id, d.record.reply, d.fence, d.error)
+                case own.Accept():
+                    self._accept(d.record, d.fence)
                 case own.Ended():
+                    self._records.ended(d.record.request_id)
                     tokens = SEQUENCE_TOKENS * d.record.num_choices
                     self._in_flight.ended(d.record.request_id, tokens, self.clock.now())
                     self._log_ended(d)
@@ -396,13 +424,15 @@ class AdmissionActor(Actor):
             self._write_terminal(message.request_id, owned.record.reply, fence.next(), error)
 
     def _accept(self, record: Record, fence: Fence) -> None:
-        accepted = {
+        accepted: dict[str, Any] = {
             "id": record.request_id,
             "seed": record.sampling.seed,
             "created": record.created,
             "deadline": record.deadline,
             "owner": record.owner.wire(),
         }
+        if record.backup is not None and record.reply.mode == "mailbox":
+            accepted["backup"] = record.backup.wire()  # whom the edge asks first when this owner dies
         out = frame(record.request_id, fence, accepted=accepted)
         replies.write(self.context, record.reply, record.request_id, out)
 

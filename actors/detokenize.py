@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from actors import replies
+from actors.heirs import ORPHAN_RESEND_S, heir
 from actors.sessions import KEEPALIVE_S, Session
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
@@ -29,11 +30,20 @@ FINISHED_RESEND_S = 0.2
 # is only a keepalive per second: three of them take a little more than two.
 NO_RESPONDER_WINDOW_S = 2.5
 NO_RESPONDERS = 3
+# After a restart of the bus a client may come back later than this node: nats clients wait 2 s between two attempts.
+RECONNECT_GRACE_S = 2.5
 RETIRED = 4096
 # Owners send `Open` and `Dispatch` together, so items may come first; a lost `Open` is repeated after 0.2 s.
 EARLY_S = 0.5
 MAX_EARLY = 1024  # requests
 MAX_EARLY_BATCHES = 64  # of one request; what is dropped is repeated
+
+
+def head_of(msg: m.RequestMessage) -> dict[str, Any]:
+    """Return what every message about a request carries."""
+    return {
+        "request_id": msg.request_id, "fence": msg.fence, "deadline": msg.deadline, "traceparent": msg.traceparent,
+    }  # fmt: skip
 
 
 class Vocabulary(Protocol):
@@ -108,6 +118,8 @@ class DetokenizeActor(Actor):
                 self._fence_ids(message, sender)
             case m.Close():
                 self._close(message, sender)
+            case m.Claim():
+                self._claim(message, sender)
             case m.Closed():
                 session = self._sessions.get(message.request_id)
                 if session is not None and sender == session.source:
@@ -118,7 +130,7 @@ class DetokenizeActor(Actor):
                 if session is not None and sender is not None:
                     session.former.discard(sender)
                 # A former owner's word may come when another one has opened the request here.
-                if session is not None and sender == session.record.owner:
+                if session is not None and (sender == session.record.owner or session.orphaned):
                     session.finished_acked = True
                     self._retire(session)
             case _:
@@ -136,6 +148,7 @@ class DetokenizeActor(Actor):
             session = None
         if session is not None:
             session.reopen(msg)
+            session.former = {r for r in session.former if self._may_speak(r)}
             self._tell_former(session, now)
         else:
             if len(self._sessions) >= MAX_SESSIONS:
@@ -151,10 +164,51 @@ class DetokenizeActor(Actor):
                 remaining_s=msg.deadline - wall,
             )
             self._sessions[msg.request_id] = session
+        if not self._may_speak(session.record.owner):
+            session.orphan(now)  # these were its last words
         self.context.send(sender, m.Opened(request_id=msg.request_id, fence=msg.fence))
         early = self._early.pop(msg.request_id, None)
         if early is not None:
             self._items(early.batches, early.source)
+
+    def _claim(self, msg: m.Claim, sender: Ref | None) -> None:
+        """Another owner looks for the request of a dead one."""
+        if sender is None:
+            return
+        session = self._sessions.get(msg.request_id)
+        if self._superseded(msg, sender, session):
+            return
+        if session is not None and session.ended and not session.silent:
+            session.reopen(m.Open(**head_of(msg), record=session.record.model_copy(update={"owner": sender})))
+            self._tell_owner(session, self.clock.now())
+            return
+        if session is not None and not session.silent:
+            self.context.send(sender, self._orphan(session))
+            return
+        ended = session is not None or msg.request_id in self._fences
+        self.context.send(sender, m.Unclaimed(request_id=msg.request_id, fence=msg.fence, ended=ended))
+
+    def _orphan(self, session: Session) -> m.Orphan:
+        return m.Orphan(
+            request_id=session.request_id,
+            fence=session.fence,
+            deadline=session.record.deadline,
+            traceparent=session.record.traceparent,
+            record=session.record,
+            source=session.source,
+        )
+
+    def _report_orphan(self, session: Session, now: float) -> None:
+        """Tell an admission actor that a request has no owner; `Open` or `FinishedAck` is the answer."""
+        session.orphan_at = now + ORPHAN_RESEND_S
+        to = self._heir(session)
+        session.orphan_tries += 1
+        if to is not None and not session.ended:
+            self.context.send(to, self._orphan(session))
+
+    def _heir(self, session: Session) -> Ref | None:
+        members = [e.ref for e in self.context.membership.members("admission")]
+        return heir(session.record, session.record.owner, members, session.orphan_tries)
 
     def _superseded(self, msg: m.RequestMessage, sender: Ref, session: Session | None) -> bool:
         """Whether another owner commands, or has ended, this request under a higher fence; the lower one is told so."""
@@ -163,6 +217,11 @@ class DetokenizeActor(Actor):
             return False
         self._tell_superseded(sender, msg.request_id, known)
         return True
+
+    def _may_speak(self, ref: Ref) -> bool:
+        """Whether an actor is not known to be dead; one that was not heard yet may have been started just now."""
+        member = self.context.membership.get(ref)
+        return member is None or not member.exited
 
     def _tell_former(self, session: Session, now: float) -> None:
         session.former_told_at = now
@@ -306,8 +365,17 @@ class DetokenizeActor(Actor):
 
     def _tell_owner(self, session: Session, now: float) -> None:
         session.next_finished = now + FINISHED_RESEND_S
-        if not session.finished_acked:
-            self.context.send(session.record.owner, session.finished_message(self.clock.wall(), now))
+        if session.finished_acked:
+            return
+        targets = [self._heir(session) if session.orphaned else session.record.owner]
+        if session.finished_told:  # nobody has answered: its backup would end it once more half a second after D
+            targets.append(session.record.backup)
+        session.finished_told += 1
+        session.orphan_tries += 1
+        finished = session.finished_message(self.clock.wall(), now)
+        for to in dict.fromkeys(targets):
+            if to is not None:
+                self.context.send(to, finished)
 
     # --- frames out -----------------------------------------------------------------------------
 
@@ -362,6 +430,8 @@ class DetokenizeActor(Actor):
 
     def _no_responders(self, session: Session, now: float) -> None:
         """Three in two seconds, on a connection that is older than that, are a client that has left."""
+        if self.context.bus_age_s < RECONNECT_GRACE_S:
+            return
         marks = [t for t in session.no_responder_at if now - t < NO_RESPONDER_WINDOW_S]
         session.no_responder_at = [*marks, now]
         if len(session.no_responder_at) >= NO_RESPONDERS and self.context.bus_ok:
@@ -382,6 +452,8 @@ class DetokenizeActor(Actor):
         self._forget_early(now)
         resend = []
         for session in list(self._sessions.values()):
+            if session.orphaned and now >= session.orphan_at:
+                self._report_orphan(session, now)
             if session.former and now - session.former_told_at >= FINISHED_RESEND_S:
                 self._tell_former(session, now)
             if session.ended:
@@ -424,17 +496,30 @@ class DetokenizeActor(Actor):
             while len(self._fences) > RETIRED:
                 self._fences.popitem(last=False)
 
+    def member_changed(self, ref: Ref, state: str) -> None:
+        """An owner that was only silent commands again what nobody has claimed meanwhile (R7)."""
+        if ref.kind == "admission":
+            for session in self._sessions.values():
+                if session.orphaned and session.record.owner == ref:
+                    session.orphaned = False
+
     def member_down(self, ref: Ref, reason: str) -> None:
-        """Forget what a dead edge or owner would still have to answer."""
+        """Report what a dead owner leaves; forget what a dead edge would still have to answer."""
+        now = self.clock.now()
+        if ref.kind == "admission":
+            for session in list(self._sessions.values()):
+                if session.record.owner == ref:
+                    session.orphan(now)
+                    if session.ended:
+                        self._tell_owner(session, now)
+                    else:
+                        self._report_orphan(session, now)
         if reason != "exit":
             return
-        now = self.clock.now()
         for session in list(self._sessions.values()):
             if session.source == ref:
                 session.engine_closed = True
             session.former.discard(ref)
-            if session.record.owner == ref:
-                session.finished_acked = True
             if session.record.reply.subject == ref.subject and not session.ended:
                 session.end(Cancelled("the edge is gone"), now, silent=True)
                 self._after(session, now)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from actors.decode import Destination
 from actors.engine_report import EngineReport
+from actors.heirs import ORPHAN_RESEND_S, heir
 from actors.prefill import Source
 from actors.prefix import PrefixStore
 from actors.work import Work, make_parts, salt_text
@@ -351,6 +352,10 @@ class EngineActor(Actor):
         if known:
             assert work is not None
             work.redirect(msg.detokenize, msg.fence)
+            work.owner = msg.reply
+            member = self.context.membership.get(msg.reply)
+            if member is not None and member.exited:  # these are its last words
+                work.orphaned, work.orphan_at = True, self.clock.now()
             self.emit([work])
         head = {"request_id": msg.request_id, "fence": msg.fence}
         self.context.send(msg.reply, m.Redirected(**head, known=known))
@@ -500,6 +505,8 @@ class EngineActor(Actor):
         self.emit(resend)
         wall = self.clock.wall()
         for work in list(self.works.values()):
+            if work.orphaned and now >= work.orphan_at:
+                self._report_orphan(work, now)
             # The detokenizer ends a stream at its deadline and closes it here; this is for when it could not.
             if wall > work.record.deadline + 1.0:
                 self.close(work.request_id, work.fence, None)
@@ -516,13 +523,38 @@ class EngineActor(Actor):
                 self.call(lambda core, job=job: core.absolve(job))  # type: ignore[misc]
         self.prefix.member_down(ref, reason)
         self.source.transfer_down(ref)
+        if ref.kind == "admission":
+            for work in self.works.values():
+                if work.owner == ref and work.started:
+                    work.orphaned, work.orphan_at, work.orphan_tries = True, self.clock.now(), 0
         if reason == "silent":
             return
         for work in list(self.works.values()):
             # Whoever takes the request over dispatches it under a higher fence; nobody can ask for this try any more.
-            needed = [work.detok] if work.started else [work.detok, *work.sources]
+            if work.started:
+                continue  # reported as an orphan: whoever adopts it lets it go on, or closes it
+            needed = [work.detok, *work.sources]
             if ref in (work.owner, *needed) and self._gone(work.owner) and any(map(self._gone, needed)):
                 self.close(work.request_id, work.fence, None)
+
+    def member_changed(self, ref: Ref, state: str) -> None:
+        """An owner that was only silent commands again what nobody has claimed meanwhile (R7)."""
+        if ref.kind == "admission":
+            for work in self.works.values():
+                if work.owner == ref:
+                    work.orphaned = False
+
+    def _report_orphan(self, work: Work, now: float) -> None:
+        """Tell an admission actor that what runs here has no owner; `Redirect` or `Close` is the answer."""
+        members = [e.ref for e in self.context.membership.members("admission")]
+        to = heir(work.record, work.owner, members, work.orphan_tries)
+        work.orphan_at, work.orphan_tries = now + ORPHAN_RESEND_S, work.orphan_tries + 1
+        if to is not None:
+            orphan = m.Orphan(
+                request_id=work.request_id, fence=work.fence, deadline=work.record.deadline,
+                traceparent=work.record.traceparent, record=work.record, source=self.ref,
+            )  # fmt: skip
+            self.context.send(to, orphan)
 
     def _gone(self, ref: Ref) -> bool:
         member = self.context.membership.get(ref)

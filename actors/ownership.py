@@ -50,6 +50,14 @@ class Terminal:
 
 
 @dataclass(frozen=True, slots=True)
+class Accept:
+    """Tell the client who owns its request now: nothing is written under a lower fence any more."""
+
+    record: Record
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The request is over: settle quota, write the log line, count."""
 
@@ -70,7 +78,7 @@ class Failover:
     reason: str
 
 
-Directive = Send | Anycast | Terminal | Ended | Failover
+Directive = Send | Anycast | Terminal | Accept | Ended | Failover
 
 
 class Stage(enum.Enum):
@@ -110,6 +118,10 @@ class Owned:
     failovers: int = 0
     retry_at: float = 0.0
     error: HeadraceError | None = None  # given to the detokenizer to write
+    adopted: bool = False  # from a dead owner: an engine that runs is told before its detokenizer
+    claims: set[Ref] = field(default_factory=set)  # detokenizers that have not said yet whether they hold it
+    hold_until: float = 0.0  # whoever holds something of an adopted request may speak up until then
+    announce: bool = False  # the client has not heard of this owner yet
     timeline: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -223,6 +235,8 @@ class Ownership:
         owned = self._owned[request_id]
         if term <= owned.fence.term or owned.stage is Stage.CLOSING:
             return []
+        if owned.adopted:
+            return []  # the client will hear of this owner as soon as its detokenizer has
         owned.fence = Fence(term, owned.fence.owner, owned.fence.n)
         owned.opened = False
         return self._lose_engines(owned, now) + self._advance(owned, now)
@@ -254,10 +268,14 @@ class Ownership:
         if owned is None or sender != owned.detok or msg.fence != owned.fence or not owned.tokenized:
             return []
         owned.opened = True
+        out: list[Directive] = []
+        if owned.announce:
+            owned.announce = owned.adopted = False
+            out.append(Accept(owned.record, owned.fence))
         if owned.placement is not None and not owned.redirect:
-            return []  # dispatched along with the `Open`; `tick` repeats it
+            return out  # dispatched along with the `Open`; `tick` repeats it
         owned.next_send = now
-        return self._advance(owned, now)
+        return out + self._advance(owned, now)
 
     def on_fenced_ids(self, msg: m.FencedIds, sender: Ref, now: float) -> list[Directive]:
         """The detokenizer refuses older work and says what has arrived."""
@@ -308,7 +326,7 @@ class Ownership:
         if msg.known:
             owned.redirect = False
             owned.started = True
-            return []
+            return [] if owned.opened else self._advance(owned, now)
         return self._fail_engines(owned, sender, "lost", now)
 
     def on_stalled(self, msg: m.Stalled, heard_s: Callable[[Ref], float], now: float) -> list[Directive]:
@@ -366,6 +384,7 @@ class Ownership:
         """An incarnation has exited, is silent, or is draining away (`exit`, `silent`, `drain`)."""
         out: list[Directive] = []
         for o in list(self._owned.values()):
+            o.claims.discard(ref)
             if reason == "exit" and ref in o.to_close:
                 del o.to_close[ref]
                 if o.stage is Stage.CLOSING and not o.to_close:
@@ -402,12 +421,18 @@ class Ownership:
     def _advance(self, o: Owned, now: float) -> list[Directive]:
         """Ask for the first thing that is missing; called on every event and again every `RESEND_S`."""
         o.next_send = now + RESEND_S
+        if now < o.hold_until:
+            o.next_send = min(o.next_send, o.hold_until)
+            return [Send(ref, m.Claim(**self._head(o))) for ref in sorted(o.claims)]
         if o.detok is None or not self._is_up(o.detok):
             o.detok, o.opened = self._choose_detokenizer(o.record), False
         out: list[Directive] = []
         if not o.tokenized:
             out.append(Anycast("tokenize", self._tokenize(o)))
             return out
+        if o.adopted and o.redirect:
+            # With `Open` first, an engine's items of this moment would be refused under the new fence: it would stop.
+            return out + self._redirect(o)
         if not o.opened:
             if o.detok is not None:
                 out.append(Send(o.detok, self._open_message(o)))
@@ -573,6 +598,26 @@ class Ownership:
 
     def _ended(self, o: Owned, outcome: str, finished: m.Finished | None) -> Ended:
         return Ended(o.record, outcome, finished, o.failovers, o.accepted_at, dict(o.timeline))
+
+    # --- for `actors.adoption` ------------------------------------------------------------------
+
+    def put(self, owned: Owned) -> None:
+        """Own a request that another one owned before."""
+        self._owned[owned.record.request_id] = owned
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request of which nothing is left anywhere."""
+        self._owned.pop(request_id, None)
+
+    def advance(self, owned: Owned, now: float) -> list[Directive]:
+        """Ask for the first thing that is missing."""
+        return self._advance(owned, now)
+
+    def close_elsewhere(self, owned: Owned, ref: Ref) -> list[Directive]:
+        """Return what tells an actor that the request is served without it, under the present fence."""
+        close = m.Close(**self._head(owned), reason="fenced", reply=self._me)
+        owned.to_close[ref] = close
+        return [Send(ref, close)]
 
     def _open(self, request_id: str) -> Owned | None:
         owned = self._owned.get(request_id)

@@ -61,10 +61,14 @@ class Session:
     finished_acked: bool = False
     engine_closed: bool = True
     next_finished: float = 0.0
+    finished_told: int = 0
     no_responder_at: list[float] = field(default_factory=list)
     former: set[Ref] = field(default_factory=set)  # owners that do not know yet that another one has taken over
     former_told_at: float = 0.0
     stall_reported_at: float = 0.0
+    orphaned: bool = False  # its owner is gone, and nobody has claimed it
+    orphan_at: float = 0.0  # when to report that next
+    orphan_tries: int = 0
     traced: bool = False
 
     @classmethod
@@ -251,8 +255,15 @@ class Session:
         self.fence = msg.fence
         if msg.record.owner != self.record.owner:
             self.former.add(self.record.owner)
-            self.record = self.record.model_copy(update={"owner": msg.record.owner})
-            self.finished_acked = False
+            self.finished_acked, self.finished_told = False, 0
+        self.orphaned = False
+        changed = {"owner": msg.record.owner, "backup": msg.record.backup}
+        self.record = self.record.model_copy(update=changed)
+
+    def orphan(self, now: float) -> None:
+        """The owner is gone: report it until somebody claims the request."""
+        if not self.orphaned:
+            self.orphaned, self.orphan_at, self.orphan_tries = True, now, 0
 
     def finished_message(self, wall: float, now: float) -> m.Finished:
         """Return what the owner is told at the end; times travel as Unix seconds, `now` is `wall` on this clock."""

@@ -67,6 +67,9 @@ class Work:
     unacked_since: float = 0.0  # the last time that something was sent with nothing unacknowledged, or progress came
     error: HeadraceError | None = None
     error_at: float = 0.0
+    orphaned: bool = False  # its owner is gone, and nobody has claimed it
+    orphan_at: float = 0.0  # when to report that next
+    orphan_tries: int = 0
     counted: bool = False  # its sequences show in the engine's load
 
     def __post_init__(self) -> None:
@@ -141,6 +144,7 @@ class Work:
     def redirect(self, detok: Ref, fence: Fence) -> None:
         """Send everything again, from index 0, if the detokenizer is another one."""
         self.fence = fence
+        self.orphaned = False
         if detok != self.detok:
             self.detok = detok
             self.acked = [0] * len(self.ids)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from chaos.bus import ProxiedBus
 from chaos.faults import Faults
 from chaos.history import Recorder, segments
 from chaos.instance import Address, Instance, address
@@ -78,6 +79,7 @@ async def one(
     recorder = Recorder(time.monotonic, history)
     recorder.add("", "run", made="processes", **{name: getattr(args, name) for name in REPLAYED})
     instance: Instance | None = None
+    bus: ProxiedBus | None = None
     code = 0
     try:
         if args.instance is not None:
@@ -88,13 +90,18 @@ async def one(
             if engine == "scripted":
                 engine = f"scripted:{script(directory, args.pace_s)}"
             shape = ("--isolate", "--prefill", str(args.prefill), "--decode", str(args.decode), "--engine", engine)
+            if any("proxy" in scenario.needs for scenario, _ in plan):
+                bus = ProxiedBus(directory, seed=args.seed)
+                shape = (*shape, "--bus", await bus.start())
             await instance.start(*shape, port_base=args.port_base)
             where = instance.address
             say(f"ready after {instance.ready_after_s:.1f} s; log {instance.log}, history {history}")
-        runner = await drive(where, plan, args, recorder, Faults(time.monotonic, instance=instance), done)
+        runner = await drive(where, plan, args, recorder, Faults(time.monotonic, instance=instance, bus=bus), done)
     finally:
         recorder.close()
         code = await instance.stop() if instance is not None else 0
+        if bus is not None:
+            await bus.stop()
     result = summary(runner, seed=args.seed, engine=args.engine)
     return result | {"streams": args.streams, "exit_code": code, "history": str(history)}, runner.verdict
 
@@ -106,7 +113,7 @@ def clean(result: dict[str, Any]) -> bool:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run a scenario or a group of them, `rounds` times each."""
-    scenarios = [s for s in resolve(args.name) if fits(s, args.engine)]
+    scenarios = [s for s in resolve(args.name) if fits(s, args.engine, proxy=args.instance is None)]
     if not scenarios:
         raise RuntimeError(f"{args.name} makes no sense with the engine {args.engine}")
     directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from chaos.proxy import Proxy
+
 if TYPE_CHECKING:
+    from chaos.bus import ProxiedBus
     from chaos.instance import Instance
 
 
@@ -25,11 +32,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who is struck, and for how long if the fault passes."""
+    """Who is struck, on which node, and for how long if the fault passes."""
 
     victim: str
     pid: int
     for_s: float = 5.0
+    node: str = ""
 
 
 def send_signal(pid: int, signum: signal.Signals) -> bool:
@@ -47,13 +55,15 @@ class Faults:
     Args:
         now: monotonic seconds.
         instance: the private system under test; absent when it is somebody else's.
-        proxy: what stands between the nodes and NATS, where a scenario needs one.
+        bus: a NATS server with a proxy before it, where a scenario needs one.
     """
 
-    def __init__(self, now: Callable[[], float], *, instance: Instance | None = None, proxy: Any = None) -> None:
+    def __init__(
+        self, now: Callable[[], float], *, instance: Instance | None = None, bus: ProxiedBus | None = None
+    ) -> None:
         self.now = now
         self.instance = instance
-        self.proxy = proxy
+        self.bus = bus
         self._passing: set[asyncio.Task[None]] = set()
 
     def kill(self, pid: int, victim: str) -> Done:
@@ -107,4 +117,42 @@ async def _freeze(faults: Faults, target: Target) -> Done:
     return faults.freeze(target.pid, target.victim, for_s=target.for_s)
 
 
-FAULTS: dict[str, Perform] = {"kill": _kill, "freeze": _freeze}
+async def _restart_nats(faults: Faults, target: Target) -> Done:
+    """SIGKILL of the system's NATS server, which comes back at once, and nothing is left of what it stored."""
+    at = faults.now()
+    if faults.bus is not None:
+        return Done("restart-nats", target.victim, await faults.bus.restart(), at)
+    if faults.instance is None:
+        raise RuntimeError("the bus of somebody else's instance is not restarted")
+    children = psutil.Process(faults.instance.pid).children()
+    server = next(c for c in children if c.name() == "nats-server")
+    storage = Path(server.cmdline()[-1]).parent / "jetstream"
+    server.kill()
+    shutil.rmtree(storage, ignore_errors=True)
+    return Done("restart-nats", target.victim, server.pid, at)
+
+
+def _proxy(faults: Faults) -> Proxy:
+    if faults.bus is None:
+        raise RuntimeError("this fault needs a proxy before NATS, and there is none")
+    return faults.bus.proxy
+
+
+async def _cut(faults: Faults, target: Target) -> Done:
+    """Let nothing pass between a node and the bus for a while."""
+    at, proxy = faults.now(), _proxy(faults)
+    proxy.cut(target.node)
+    faults.later(target.for_s, lambda: proxy.heal(target.node), target.victim)
+    return Done("cut", target.victim, target.pid, at)
+
+
+async def _break(faults: Faults, target: Target) -> Done:
+    """Reset a node's connections to the bus; they come back by themselves."""
+    at = faults.now()
+    _proxy(faults).reset(target.node)
+    return Done("break", target.victim, target.pid, at)
+
+
+FAULTS: dict[str, Perform] = {
+    "kill": _kill, "freeze": _freeze, "restart-nats": _restart_nats, "cut": _cut, "break": _break,
+}  # fmt: skip

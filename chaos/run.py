@@ -381,7 +381,7 @@ class Runner:
             self._lives.setdefault(seen.name, []).append(now)
         self._out[seen.beat.ref] = math.inf if act.fault == "kill" else now + for_s
         self._struck.add(seen.name)
-        return await self._faults.perform(act.fault, Target(seen.name, seen.beat.pid, for_s))
+        return await self._faults.perform(act.fault, Target(seen.name, seen.beat.pid, for_s, seen.beat.node))
 
     def _pending(self, label: str) -> frozenset[str]:
         """Ids of this attempt's long prompts that were accepted and have no item yet."""

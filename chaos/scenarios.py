@@ -63,6 +63,9 @@ class Scenario:
         return ", ".join(parts)
 
 
+PROXY = frozenset({"proxy"})
+
+
 def _one(fault: str, victim: str, works: Literal["streams", "upstream", "burst"], loads: str = "mixed") -> Scenario:
     return Scenario(f"{fault}-{victim}", (Act(victim, fault),), works, loads)
 
@@ -81,23 +84,30 @@ SCENARIOS: dict[str, Scenario] = {
         _one("kill", "tokenize", "burst"),
         _one("kill", "transfer", "burst"),
         _one("kill", "kv", "burst"),
-        # A native client's request does not survive its owner in every phase yet; an edge asks again.
-        _one("kill", "admission", "streams", "http"),
+        _one("kill", "admission", "streams"),
         _one("freeze", "decode", "streams"),
         _one("freeze", "prefill", "upstream"),
         _one("freeze", "detokenize", "streams"),
         _one("freeze", "tokenize", "burst"),
         _one("freeze", "transfer", "burst"),
         _one("freeze", "kv", "burst"),
-        _one("freeze", "admission", "streams", "http"),
+        _one("freeze", "admission", "streams"),
+        # The bus: the victim only says under whose streams.
+        Scenario("restart-nats", (Act("decode", "restart-nats"),)),
+        Scenario("cut-decode", (Act("decode", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
+        Scenario("cut-detokenize", (Act("detokenize", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
+        Scenario("cut-admission", (Act("admission", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
+        Scenario("break-decode", (Act("decode", "break"),), needs=PROXY),
+        Scenario("break-detokenize", (Act("detokenize", "break"),), needs=PROXY),
         # Two at once, or one after the other.
         Scenario("kill-decode-and-detokenize", (Act("decode"), Act("detokenize"))),
         Scenario("kill-decode-then-survivor", (Act("decode"), Act("decode", who="other", after_s=0.3))),
         Scenario("kill-two-decodes", (Act("decode"), Act("decode", who="other"))),
         Scenario("kill-decode-freeze-survivor", (Act("decode"), Act("decode", "freeze", who="other", after_s=0.2))),
         Scenario("freeze-decode-kill-survivor", (Act("decode", "freeze"), Act("decode", who="other", after_s=0.5))),
-        Scenario("kill-decode-and-admission", (Act("decode"), Act("admission")), loads="http"),
-        Scenario("kill-detokenize-and-admission", (Act("detokenize"), Act("admission")), loads="http"),
+        Scenario("kill-decode-and-admission", (Act("decode"), Act("admission"))),
+        Scenario("kill-detokenize-and-admission", (Act("detokenize"), Act("admission"))),
+        Scenario("kill-admission-then-heir", (Act("admission"), Act("admission", who="other", after_s=1.5))),
         Scenario("kill-detokenize-then-other", (Act("detokenize"), Act("detokenize", who="other", after_s=2.0))),
         Scenario("kill-decode-and-prefill", (Act("decode"), Act("prefill", who="other"))),
         Scenario("kill-decode-and-tokenize", (Act("decode"), Act("tokenize", who="other"))),
@@ -117,6 +127,7 @@ SCENARIOS: dict[str, Scenario] = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "failover": ("kill-decode", "kill-prefill", "kill-detokenize", "kill-tokenize", "freeze-decode"),
     "full": tuple(SCENARIOS),
+    "bus": tuple(n for n, s in SCENARIOS.items() if s.needs or n == "restart-nats"),
     # A real model is slow: mostly what only it can show, which is that ids do not depend on who computes them.
     "real": (
         "kill-decode", "kill-decode-choices", "kill-decode-stops", "kill-decode-completions", "kill-decode-repeats",

@@ -272,7 +272,8 @@ class Exchange:
         context = self._context
         candidates = [m.ref for m in context.membership.members("admission")]
         self._turn += 1
-        target = request.submission.choose(candidates, self._turn)
+        accepted = request.inflight.accepted
+        target = request.submission.choose(candidates, self._turn, accepted.backup if accepted is not None else None)
         if target is None:
             return False
         now = context.clock.now()

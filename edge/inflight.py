@@ -59,6 +59,7 @@ class Accepted:
     seed: int
     created: int
     term: int
+    backup: Ref | None = None  # who holds the request too, and takes it over if the owner dies
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +162,11 @@ class Inflight:
             self._raise(fence)
         accepted = frame.get("accepted")
         if accepted is not None:
+            backup = accepted.get("backup")
             self.accepted = Accepted(
-                Ref(*accepted["owner"]), int(accepted.get("seed") or 0), int(accepted["created"]), fence.term
-            )
+                Ref(*accepted["owner"]), int(accepted.get("seed") or 0), int(accepted["created"]), fence.term,
+                Ref(*backup) if backup else None,
+            )  # fmt: skip
         fresh = self._items(frame.get("items") or ())
         for number, reason, total in frame.get("finish") or ():
             choice = self._choices[number]

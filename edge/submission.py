@@ -29,8 +29,13 @@ class Submission:
     retry_at: float = 0.0
     floor: int = 0  # acceptances of earlier terms came from an owner that is gone
 
-    def choose(self, candidates: Sequence[Ref], turn: int) -> Ref | None:
-        """Return whom to ask next: one that was not asked, else one other than the last, else any."""
+    def choose(self, candidates: Sequence[Ref], turn: int, backup: Ref | None = None) -> Ref | None:
+        """Return whom to ask next: one that was not asked, else one other than the last, else any.
+
+        The first one after an owner's death is its `backup`, which holds the request already.
+        """
+        if backup in candidates and backup != self.target and self.awaiting and self.wait_s == ACCEPT_WAIT_S:
+            return backup
         fresh = [c for c in candidates if c not in self.asked]
         others = [c for c in candidates if c != self.target]
         pool = fresh or others or list(candidates)

@@ -31,6 +31,11 @@ class Context(Protocol):
         """Whether silence of others may count: the bus is up and this loop's lag is under 200 ms (R7)."""
         ...
 
+    @property
+    def bus_age_s(self) -> float:
+        """Seconds since the stream connection was made last; 0 while it is down."""
+        ...
+
     def send(self, to: Ref, message: Message) -> None:
         """Send a control message to one incarnation's mailbox, on the control connection."""
         ...

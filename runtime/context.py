@@ -45,6 +45,11 @@ class ActorContext:
         """Whether silence of others may count."""
         return self.well()
 
+    @property
+    def bus_age_s(self) -> float:
+        """Seconds since the stream connection was made last; 0 while it is down."""
+        return self.clock.now() - self.stream.connected_since if self.stream.connected else 0.0
+
     def send(self, to: Ref, message: Message) -> None:
         """Send a control message to one incarnation's mailbox; one in this node gets it without the bus.
 

@@ -18,6 +18,7 @@ from schemas.subjects import EXIT, HEARTBEATS, Ref
 _log = logging.getLogger("headrace.membership")
 
 SILENCE_S = 1.2
+DEAF_S = 0.75  # three heartbeats, and less than the silence that makes others suspect
 FORGET_S = 60.0  # how long the dead are remembered, so that their late heartbeats revive nobody
 MAX_SKEW_S = 0.2
 SKEW_SAMPLES = 16
@@ -224,10 +225,17 @@ ChangedListener = Callable[[Ref, str], None]
 
 
 class Membership:
-    """Feeds a `MembershipView` from the bus and tells listeners; `check` is to be called every 50 to 200 ms."""
+    """Feeds a `MembershipView` from the bus and tells listeners; `check` is to be called every 50 to 200 ms.
 
-    def __init__(self, clock: Clock, well: Callable[[], bool] = lambda: True, *, silence_s: float = SILENCE_S) -> None:
+    `node` is this node's name, if it beats itself: whoever does not hear its own heart hears nobody's.
+    """
+
+    def __init__(
+        self, clock: Clock, well: Callable[[], bool] = lambda: True, *, silence_s: float = SILENCE_S, node: str = ""
+    ) -> None:
         self.view = MembershipView(silence_s=silence_s)
+        self._node = node
+        self._own_beat_at: float | None = None
         self._clock = clock
         self._well = well
         self._down: list[DownListener] = []
@@ -271,7 +279,14 @@ class Membership:
 
     def heard(self, beat: Heartbeat) -> None:
         """Take a heartbeat."""
+        if beat.node == self._node:
+            self._own_beat_at = self._clock.now()
         self._tell(self.view.heard(beat, self._clock.now(), self._clock.wall(), timely=self._well()))
+
+    @property
+    def deaf(self) -> bool:
+        """Whether this node's own heartbeats do not come back: it may be cut off from a bus that looks connected."""
+        return self._own_beat_at is not None and self._clock.now() - self._own_beat_at > DEAF_S
 
     def check(self) -> None:
         """Look for the silent."""

@@ -82,7 +82,7 @@ class Node:
         self.vitals = Vitals()
         self.tasks = Tasks()
         self.neighbours = Neighbours()
-        self.membership = Membership(clock, self.well)
+        self.membership = Membership(clock, self.well, node=name)
         self.on_error: Callable[[BaseException], None] | None = None
         self._hosted: list[_Hosted] = []
         self._subscriptions: list[Subscription] = []
@@ -143,7 +143,9 @@ class Node:
         return self._drain_asked
 
     def well(self) -> bool:
-        """Whether silence of others may count: the bus is up and settled, and this loop keeps time."""
+        """Whether silence of others may count: the bus is up, settled and carries, and this loop keeps time."""
+        if self.membership.deaf:
+            return False
         up = self.control.connected and self.stream.connected
         since = max(self.control.connected_since, self.stream.connected_since) if up else None
         return self.vitals.well(self.clock.now(), since)

@@ -66,6 +66,54 @@ class CancelAck(Message):
     request_id: str
 
 
+# --- admission ↔ admission, and whoever has a record of a dead owner's ------------------------------
+
+
+class Keep(RequestMessage):
+    """Hold this record too, in case its owner dies; answered with `Kept`. `body` is what `Tokenize` would carry."""
+
+    record: Record
+    body: dict[str, Any] = {}
+    max_tokens: int | None = None
+
+
+class Kept(RequestMessage):
+    """The record is held here; the owner may say `accepted`."""
+
+
+class Release(Message):
+    """These requests have ended: their records need not be held any more; answered with `Released`."""
+
+    request_ids: list[str]
+
+
+class Released(Message):
+    """None of these records is held here."""
+
+    request_ids: list[str]
+
+
+class Orphan(RequestMessage):
+    """The owner of what is held here is gone: who takes it over? To one admission actor after another until claimed.
+
+    A detokenizer is claimed by `Open`, an engine by `Redirect` or `Close`. `fence` is the one held here, `source` the
+    engine that runs it, as far as the sender knows.
+    """
+
+    record: Record
+    source: RefField | None = None
+
+
+class Claim(RequestMessage):
+    """The sender takes this request over, and asks a detokenizer for it: answered with `Orphan` or `Unclaimed`."""
+
+
+class Unclaimed(RequestMessage):
+    """The request is not open here; `ended` if it was, and came to its end."""
+
+    ended: bool = False
+
+
 # --- admission ↔ tokenize --------------------------------------------------------------------------
 
 

@@ -88,6 +88,7 @@ class Record(Model):
     deadline: float = 0.0  # absolute, Unix seconds
     reply: ReplyTo
     owner: RefField
+    backup: RefField | None = None  # an admission actor that holds this record too
     edge_epoch: str = ""
     traceparent: str = ""
     reserved_tokens: int = 0  # quota reservation, for keepers

@@ -107,6 +107,11 @@ class WireContext:
         """Whether silence of others may count."""
         return True
 
+    @property
+    def bus_age_s(self) -> float:
+        """Seconds since the connection was made."""
+        return self.clock.now()
+
     def send(self, to: Ref, message: Message) -> None:
         """Send to a mailbox."""
         self._wire.post(to.subject, encode(message, self.ref))

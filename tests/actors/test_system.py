@@ -307,14 +307,14 @@ def add_edge(f: Fleet) -> Any:
     return node
 
 
-def submit(f: Fleet, prompt: str, count: int) -> OpenRequest:
+def submit(f: Fleet, prompt: str, count: int, *, deadline_s: float = 60.0) -> OpenRequest:
     """What the HTTP side does with a body."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0}
     parsed = parse_request("completion", body, models=(MODEL,))
     edge = f.actor("edge-0")
     now = f.system.clock.now()
     request: OpenRequest = edge.exchange.open(
-        parsed, body, received_at=now, deadline_s=60.0, request_class="interactive", traceparent=""
+        parsed, body, received_at=now, deadline_s=deadline_s, request_class="interactive", traceparent=""
     )
     return request
 

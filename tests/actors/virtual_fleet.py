@@ -88,6 +88,7 @@ class Fleet(Nodes):
         max_tokens: int,
         deadline_s: float | None = None,
         headers: dict[str, str] | None = None,
+        publish: bool = True,
         **fields: Any,
     ) -> Stream:
         """Publish a completion request; frames are taken and acknowledged from now on."""
@@ -101,7 +102,9 @@ class Fleet(Nodes):
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         if deadline_s is not None:
             body["deadline_ms"] = round(deadline_s * 1000)
-        bus.publish("requests.completion", json.dumps(body, ensure_ascii=False).encode(), reply=inbox, headers=headers)
+        if publish:
+            data = json.dumps(body, ensure_ascii=False).encode()
+            bus.publish("requests.completion", data, reply=inbox, headers=headers)
         return stream
 
     def _take(self, stream: Stream, message: BusMessage) -> None:

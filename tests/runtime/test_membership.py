@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.membership import Changed, Down, MembershipView
+from runtime.membership import DEAF_S, Changed, Down, Membership, MembershipView
+from runtime.virtual_clock import VirtualClock, run_virtual
 from runtime.vitals import Vitals
 from schemas.messages import ExitNotice, Heartbeat
 from schemas.subjects import Ref
@@ -239,3 +240,21 @@ def test_vitals_need_a_second_after_a_lag() -> None:
         vitals.tick(15.0 + i * 0.05, 0.05)
     assert vitals.well(16.01, 0.0)
     assert vitals.max_lag_s == pytest.approx(4.95)
+
+
+def test_a_node_that_does_not_hear_itself_is_deaf() -> None:
+    """R7. Scenario: cut off from a bus that looks connected, it would take all for dead, and move their work."""
+
+    async def main(clock: VirtualClock) -> None:
+        membership = Membership(clock, node="a")
+        assert not membership.deaf  # nothing is known yet
+
+        membership.heard(beat(A, node="a"))
+        await clock.sleep(DEAF_S - 0.01)
+        assert not membership.deaf
+        membership.heard(beat(B, node="b"))
+        await clock.sleep(0.02)
+
+        assert membership.deaf
+
+    run_virtual(main)

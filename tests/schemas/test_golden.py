@@ -39,6 +39,7 @@ GOLDEN = ROOT / "tests" / "data" / "golden_messages.json"
 
 EDGE = Ref("edge", "edge", "e0e0e0e0e0e0e0e0")
 OWNER = Ref("admission", "light-0", "a0a0a0a0a0a0a0a0")
+BACKUP = Ref("admission", "light-1", "c0c0c0c0c0c0c0c0")
 PREFILL = Ref("prefill", "prefill-0", "b0b0b0b0b0b0b0b0")
 DECODE = Ref("decode", "decode-0", "d0d0d0d0d0d0d0d0")
 DETOK = Ref("detokenize", "light-1", "c0c0c0c0c0c0c0c0")
@@ -93,6 +94,13 @@ EXAMPLES: list[m.Message] = [
     ),  # fmt: skip
     m.SubmitCancel(request_id="5f0c", reason="cancel"),
     m.CancelAck(request_id="5f0c"),
+    m.Keep(**HEAD, record=RECORD.model_copy(update={"backup": BACKUP}), body={"messages": []}, max_tokens=32),
+    m.Kept(**HEAD),
+    m.Release(request_ids=["5f0c", "5f0d"]),
+    m.Released(request_ids=["5f0c", "5f0d"]),
+    m.Orphan(**HEAD, record=RECORD, source=DECODE),
+    m.Claim(**HEAD),
+    m.Unclaimed(**HEAD, ended=True),
     m.Tokenize(**HEAD, api="chat", body={"messages": []}, limit=2048, max_tokens=32, reply=OWNER),
     m.Tokenized(**HEAD, prompt_ids=[[1, 504, 70000]], elapsed_s=0.25),
     m.Open(**HEAD, record=RECORD),

@@ -1,0 +1,261 @@
+"""The second holder of each record, and the adoption of orphans, as an admission actor does them (R2).
+
+All decisions are those of `actors.keeping`, `actors.heirs` and `actors.adoption`; this performs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from actors import adoption, keeping
+from actors import ownership as own
+from runtime.actor import Context
+from schemas import messages as m
+from schemas import subjects
+from schemas.errors import TooLarge
+from schemas.record import Fence, Record
+from schemas.subjects import Ref
+
+REMEMBERED = 8192  # ids of ended requests: nobody runs one of them again
+
+
+class Records:
+    """What an admission actor holds of other owners' requests, and who holds its own.
+
+    Args:
+        table: of the requests that are owned here.
+        perform: performs directives.
+        accept: tells a client that its request was taken.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        table: own.Ownership,
+        perform: Callable[[list[own.Directive]], None],
+        accept: Callable[[Record, Fence], None],
+    ) -> None:
+        self._context = context
+        self._table = table
+        self._perform = perform
+        self._accept = accept
+        self._keeping = keeping.Keeping(context.ref)
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def statistics(self) -> dict[str, float]:
+        """Records of others that are held, requests of whom nobody else holds one, and how many were accepted so."""
+        return {
+            "records_held": len(self._keeping),
+            "records_refused": self._keeping.refused,
+            "accepted_without_backup": self._keeping.without,
+        }
+
+    # --- as an owner ----------------------------------------------------------------------------
+
+    def choose(self, request_id: str) -> Ref | None:
+        """Return who is to hold a new request's record too."""
+        return self._keeping.begin(request_id, self._others(), self._context.clock.now())
+
+    def keep(self, request_id: str, to: Ref) -> None:
+        """Send a new request's record to its backup once this turn's messages, its `Tokenize` among them, are out."""
+        asyncio.get_running_loop().call_soon(self._send_keep, request_id, to)
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request may not be accepted yet."""
+        return self._keeping.waits(request_id)
+
+    def renew(self, request_id: str) -> None:
+        """A request's fence has changed: its backup has to know."""
+        self._keeping.renew(request_id, self._context.clock.now())
+
+    def ended(self, request_id: str) -> None:
+        """A request of this owner's has ended."""
+        self._keeping.ended(request_id, self._context.clock.now())
+        self._remember(request_id)
+
+    def _remember(self, request_id: str) -> None:
+        self._ended[request_id] = None
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _send_keep(self, request_id: str, to: Ref) -> None:
+        owned = self._open(request_id)
+        if owned is None:
+            return
+        owned.record = owned.record.model_copy(update={"backup": to})
+        keep = m.Keep(
+            request_id=request_id,
+            fence=owned.fence,
+            deadline=owned.record.deadline,
+            record=owned.record,
+            body=owned.body,
+            max_tokens=owned.max_tokens,
+        )
+        try:
+            self._context.send(to, keep)
+        except TooLarge:
+            kept = m.Kept(request_id=request_id, fence=owned.fence)
+            if self._keeping.on_kept(kept, to, self._context.clock.now()):
+                self._accept(owned.record, owned.fence)  # what cannot travel ends with the error of who needs it
+
+    def _open(self, request_id: str) -> own.Owned | None:
+        owned = self._table.get(request_id)
+        return owned if owned is not None and owned.stage is own.Stage.OPEN else None
+
+    def _others(self) -> list[Ref]:
+        """Admission actors that take work; those of other nodes if there are any: a node dies as a whole."""
+        context = self._context
+        members = [e for e in context.membership.members("admission") if e.ref != context.ref]
+        return [e.ref for e in members if e.node != context.node] or [e.ref for e in members]
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def receive(self, message: m.Message, sender: Ref) -> bool:
+        """Take a message about records; false if it is about something else."""
+        now = self._context.clock.now()
+        match message:
+            case m.Keep():
+                self._on_keep(message, sender, now)
+            case m.Kept():
+                owned = self._open(message.request_id)
+                if self._keeping.on_kept(message, sender, now) and owned is not None:
+                    self._accept(owned.record, owned.fence)
+            case m.Release():
+                self._keeping.on_release(message)
+                self._context.send(sender, m.Released(request_ids=message.request_ids))
+            case m.Released():
+                self._keeping.on_released(message, sender)
+            case m.Orphan():
+                self._on_orphan(message, sender, now)
+            case m.Unclaimed():
+                owned = self._open(message.request_id)
+                if owned is not None:
+                    self._perform(adoption.on_unclaimed(self._table, owned, message, sender, now))
+                    if message.request_id not in self._table:
+                        self.ended(message.request_id)
+            case _:
+                return False
+        return True
+
+    def _on_keep(self, msg: m.Keep, sender: Ref, now: float) -> None:
+        remaining_s = msg.deadline - self._context.clock.wall()
+        if msg.request_id not in self._table and not self._keeping.on_keep(msg, sender, now + remaining_s):
+            return
+        self._context.send(sender, m.Kept(request_id=msg.request_id, fence=msg.fence))
+        member = self._context.membership.get(sender)
+        if member is not None and not member.up:
+            self._adopt_of(sender, "exit")
+
+    def on_finished(self, msg: m.Finished) -> None:
+        """A detokenizer tells a backup of an end that its owner has not heard of."""
+        held = self._keeping.held.get(msg.request_id)
+        if held is None or msg.fence < held.keep.fence:
+            return
+        held.finished = msg
+        if not self._context.membership.is_up(held.owner):
+            self._settle(held)
+
+    def _settle(self, held: keeping.Held) -> None:
+        """A request has ended whose owner is gone: its account is written here."""
+        assert held.finished is not None
+        self._keeping.take(held.keep.request_id)
+        self._remember(held.keep.request_id)
+        now, error = self._context.clock.now(), held.finished.error
+        outcome = "stop" if error is None else str(error.get("code") or "error")
+        if error is None and "length" in held.finished.finish_reasons:
+            outcome = "length"
+        self._perform([own.Ended(held.keep.record, outcome, held.finished, 0, now, {})])
+
+    # --- taking over ----------------------------------------------------------------------------
+
+    def resubmitted(self, request_id: str) -> bool:
+        """A client asks here for a request whose record is held here: it is taken over, dead owner or not."""
+        held = self._keeping.held.get(request_id)
+        if held is None:
+            return False
+        self._adopt(held, "resubmitted")
+        return True
+
+    def _adopt_of(self, owner: Ref, reason: str) -> None:
+        for held in self._keeping.of_owner(owner):
+            if held.finished is not None:
+                self._settle(held)
+            else:
+                self._adopt(held, reason)
+
+    def _adopt(self, held: keeping.Held, reason: str) -> None:
+        keep = held.keep
+        self._keeping.take(keep.request_id)
+        self._take_over(keep.record, keep.body, keep.fence, keep.max_tokens, reason)
+
+    def _take_over(
+        self, record: Record, body: dict[str, Any], fence: Fence, max_tokens: int | None, reason: str
+    ) -> None:
+        context, now, wall = self._context, self._context.clock.now(), self._context.clock.wall()
+        if record.request_id in self._table or self._table.full:
+            return
+        backup = self._keeping.begin(record.request_id, self._others(), now, accepted=True)
+        record = record.model_copy(update={"owner": context.ref, "backup": backup})
+        detokenizers = [e.ref for e in context.membership.members("detokenize", states=("ready", "draining"))]
+        self._perform(
+            adoption.adopt(
+                self._table, context.ref, record, body, fence=fence, reason=reason, max_tokens=max_tokens,
+                remaining_s=record.deadline - wall, detokenizers=detokenizers, now=now,
+            )
+        )  # fmt: skip
+        if backup is not None:
+            self.keep(record.request_id, backup)
+        if self._edge_gone(record):
+            self._perform(self._table.cancel(record.request_id, "edge_gone", now))
+
+    def _edge_gone(self, record: Record) -> bool:
+        if record.reply.mode != "mailbox":
+            return False
+        member = self._context.membership.get(subjects.parse_mailbox(record.reply.subject))
+        return member is not None and member.exited
+
+    def _on_orphan(self, msg: m.Orphan, sender: Ref, now: float) -> None:
+        owned = self._table.get(msg.request_id)
+        if owned is None and msg.request_id in self._ended:
+            fence = keeping.above(msg.fence, f"{self._context.ref.id}.{self._context.ref.epoch}")
+            self._context.send(sender, m.Close(request_id=msg.request_id, fence=fence, reason="drop"))
+            return
+        if owned is None:
+            if self._context.membership.is_up(msg.record.owner):
+                return  # it may have been cut off from its owner, or hear of it too late
+            held = self._keeping.take(msg.request_id)
+            fence = max(msg.fence, held.keep.fence) if held is not None else msg.fence
+            self._take_over(msg.record, {}, fence, None, "orphan")
+            owned = self._table.get(msg.request_id)
+        if owned is not None:
+            is_up = self._context.membership.is_up
+            self._perform(adoption.on_orphan(self._table, owned, msg, sender, is_up, now))
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def member_down(self, ref: Ref, reason: str) -> None:
+        """An admission actor is gone: what it held is held by others, what it owned is owned here."""
+        self._keeping.member_down(ref, reason, self._context.clock.now())
+        self._adopt_of(ref, reason)
+
+    def leaving(self, ref: Ref) -> None:
+        """An admission actor drains: what it holds has to be held by another; what it owns it ends by itself."""
+        self._keeping.member_down(ref, "drain", self._context.clock.now())
+
+    def tick(self) -> list[keeping.Held]:
+        """Look for backups, repeat releases; returns records whose request nobody has ended in time."""
+        due = self._keeping.tick(self._others(), self._context.clock.now())
+        for request_id in due.accept:
+            owned = self._open(request_id)
+            if owned is not None:
+                self._accept(owned.record, owned.fence)
+        for request_id, to in due.keep:
+            self._send_keep(request_id, to)
+        for to, ids in due.release:
+            self._context.send(to, m.Release(request_ids=ids))
+        for held in due.expired:
+            self._remember(held.keep.request_id)
+        return due.expired
