@@ -552,7 +552,8 @@ class EngineActor(Actor):
         if to is not None:
             orphan = m.Orphan(
                 request_id=work.request_id, fence=work.fence, deadline=work.record.deadline,
-                traceparent=work.record.traceparent, record=work.record, source=self.ref,
+                traceparent=work.record.traceparent, source=self.ref,
+                record=work.record.model_copy(update={"owner": work.owner}),
             )  # fmt: skip
             self.context.send(to, orphan)
 

@@ -89,10 +89,10 @@ async def one(
             engine = args.engine
             if engine == "scripted":
                 engine = f"scripted:{script(directory, args.pace_s)}"
-            shape = ("--isolate", "--prefill", str(args.prefill), "--decode", str(args.decode), "--engine", engine)
+            shape = ["--isolate", "--prefill", str(args.prefill), "--decode", str(args.decode), "--engine", engine]
             if any("proxy" in scenario.needs for scenario, _ in plan):
                 bus = ProxiedBus(directory, seed=args.seed)
-                shape = (*shape, "--bus", await bus.start())
+                shape += ["--bus", await bus.start()]
             await instance.start(*shape, port_base=args.port_base)
             where = instance.address
             say(f"ready after {instance.ready_after_s:.1f} s; log {instance.log}, history {history}")

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from test_system import add_edge, read, submit
-from virtual_fleet import MODEL, Fleet, Stream, answer, fleet
+from virtual_fleet import Fleet, Stream, answer, fleet
 
+from chaos.virtual.nodes import MODEL
 from runtime.bus import BusMessage
 from runtime.virtual_clock import VirtualClock, run_virtual
 from schemas import messages as m
