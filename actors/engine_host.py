@@ -353,9 +353,6 @@ class EngineActor(Actor):
             assert work is not None
             work.redirect(msg.detokenize, msg.fence)
             work.owner = msg.reply
-            member = self.context.membership.get(msg.reply)
-            if member is not None and member.exited:  # these are its last words
-                work.orphaned, work.orphan_at = True, self.clock.now()
             self.emit([work])
         head = {"request_id": msg.request_id, "fence": msg.fence}
         self.context.send(msg.reply, m.Redirected(**head, known=known))
@@ -505,8 +502,13 @@ class EngineActor(Actor):
         self.emit(resend)
         wall = self.clock.wall()
         for work in list(self.works.values()):
-            if work.orphaned and now >= work.orphan_at:
-                self._report_orphan(work, now)
+            if now >= work.orphan_at:
+                if work.orphaned:
+                    self._report_orphan(work, now)
+                elif self._exited(work.owner):  # it came with a dead owner's last words
+                    work.orphan(now)
+                else:
+                    work.orphan_at = now + ORPHAN_RESEND_S
             # The detokenizer ends a stream at its deadline and closes it here; this is for when it could not.
             if wall > work.record.deadline + 1.0:
                 self.close(work.request_id, work.fence, None)
@@ -517,7 +519,7 @@ class EngineActor(Actor):
             self.report.tick(self.pool, now)
 
     def member_down(self, ref: Ref, reason: str) -> None:
-        """A transfer actor's confirmed exit ends all its writes; work that nobody can go on with or end is over."""
+        """A transfer actor's confirmed exit ends all its writes; work whose owner is gone is reported."""
         if ref.kind == "transfer" and reason in ("exit", "superseded"):
             for job in self.destination.writer_gone(ref):
                 self.call(lambda core, job=job: core.absolve(job))  # type: ignore[misc]
@@ -525,17 +527,8 @@ class EngineActor(Actor):
         self.source.transfer_down(ref)
         if ref.kind == "admission":
             for work in self.works.values():
-                if work.owner == ref and work.started:
-                    work.orphaned, work.orphan_at, work.orphan_tries = True, self.clock.now(), 0
-        if reason == "silent":
-            return
-        for work in list(self.works.values()):
-            # Whoever takes the request over dispatches it under a higher fence; nobody can ask for this try any more.
-            if work.started:
-                continue  # reported as an orphan: whoever adopts it lets it go on, or closes it
-            needed = [work.detok, *work.sources]
-            if ref in (work.owner, *needed) and self._gone(work.owner) and any(map(self._gone, needed)):
-                self.close(work.request_id, work.fence, None)
+                if work.owner == ref:
+                    work.orphan(self.clock.now())
 
     def member_changed(self, ref: Ref, state: str) -> None:
         """An owner that was only silent commands again what nobody has claimed meanwhile (R7)."""
@@ -545,21 +538,21 @@ class EngineActor(Actor):
                     work.orphaned = False
 
     def _report_orphan(self, work: Work, now: float) -> None:
-        """Tell an admission actor that what runs here has no owner; `Redirect` or `Close` is the answer."""
+        """Tell an admission actor that what is here has no owner; `Redirect` or `Close` is the answer."""
         members = [e.ref for e in self.context.membership.members("admission")]
         to = heir(work.record, work.owner, members, work.orphan_tries)
         work.orphan_at, work.orphan_tries = now + ORPHAN_RESEND_S, work.orphan_tries + 1
         if to is not None:
             orphan = m.Orphan(
                 request_id=work.request_id, fence=work.fence, deadline=work.record.deadline,
-                traceparent=work.record.traceparent, source=self.ref,
+                traceparent=work.record.traceparent, source=self.ref if work.started else None,
                 record=work.record.model_copy(update={"owner": work.owner}),
             )  # fmt: skip
             self.context.send(to, orphan)
 
-    def _gone(self, ref: Ref) -> bool:
+    def _exited(self, ref: Ref) -> bool:
         member = self.context.membership.get(ref)
-        return member is None or member.exited
+        return member is not None and member.exited
 
     def neighbour(self, kind: str, host: str = "") -> Ref | None:
         """An actor of a kind on this host, or on the one that is named, if one is ready."""

@@ -68,7 +68,7 @@ class Work:
     error: HeadraceError | None = None
     error_at: float = 0.0
     orphaned: bool = False  # its owner is gone, and nobody has claimed it
-    orphan_at: float = 0.0  # when to report that next
+    orphan_at: float = 0.0  # when to report that next, or to look for it
     orphan_tries: int = 0
     counted: bool = False  # its sequences show in the engine's load
 
@@ -97,11 +97,6 @@ class Work:
         if self.role == "destination":
             return len(self.parts) == self.num_parts and all(p.activated for p in self.parts.values())
         return self.role == "local"
-
-    @property
-    def sources(self) -> list[Ref]:
-        """Engines whose hand-offs have not arrived."""
-        return [p.source for p in self.parts.values() if p.source is not None and not p.activated]
 
     def job(self, part: Part) -> str:
         """Return the name of a part's transfer; it is also the writer that its blocks may wait for."""
@@ -140,6 +135,10 @@ class Work:
         if self.role == "destination":
             keys += [Key(self.request_id, c) for p in self.parts.values() for c in p.choices[1:]]
         return keys
+
+    def orphan(self, now: float) -> None:
+        """The owner is gone: report it until somebody claims the request, or closes it here."""
+        self.orphaned, self.orphan_at, self.orphan_tries = True, now, 0
 
     def redirect(self, detok: Ref, fence: Fence) -> None:
         """Send everything again, from index 0, if the detokenizer is another one."""
