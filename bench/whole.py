@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import subprocess
@@ -22,7 +23,8 @@ from bench.targets import LONG, SHORT, Target
 
 THROUGHPUT, ADDED_TTFT_MS, PAUSE = Target(0.9, True), Target(5.0, False), Target(3.0, False)
 TURNS = 3
-TTFT_WARM_UP, TTFT_REQUESTS = 20, 100  # one at a time; what is used for the first time takes longer
+TTFT_WARM_UP, TTFT_TURNS, TTFT_REQUESTS = 20, 7, 30  # one at a time; what is used for the first time takes longer
+TTFT_REST_S = 3.0  # between turns: one of them takes a third of a second, and machines have slow seconds
 RUNNING_TOKENS = 400  # of the streams that run while a long prompt comes in
 POOL_TOKENS = 20_480  # room for the streams and the long prompt, however the engines are laid out
 STEADY, POLL_S = 16, 0.01  # texts of each stream before that
@@ -78,15 +80,20 @@ async def admitted(server: Server, streams: int, first: int) -> dict[str, Any]:
 async def first_texts(server: Server) -> tuple[float, float]:
     """Return how long one request's first text takes, and an answer of the same server that needs no bus.
 
-    Both in milliseconds, medians, measured in turn, one at a time, each on a connection of its own. Their difference
-    is what bus and actors add; what is left is the client, the socket and HTTP.
+    Both in milliseconds, measured alternately, one at a time, each on a connection of its own: medians of each turn,
+    and of these. Their difference is what bus and actors add; what is left is the client, the socket and HTTP.
     """
-    first, bare = [], []
-    for number in range(TTFT_WARM_UP + TTFT_REQUESTS):
-        timing = await load.one(server.base, server.model, long_text(50_000 + number, SHORT), 4)
-        first.append(timing.ttft_s * 1000)
-        bare.append(await client.fetch_s(server.base, "/health/live") * 1000)
-    return percentile(first[TTFT_WARM_UP:], 0.5), percentile(bare[TTFT_WARM_UP:], 0.5)
+    prompts = (long_text(50_000 + number, SHORT) for number in itertools.count())
+    await load.run(server.base, server.model, [next(prompts) for _ in range(TTFT_WARM_UP)], 1, 4)
+    medians = []
+    for _ in range(TTFT_TURNS):
+        await asyncio.sleep(TTFT_REST_S)
+        first, bare = [], []
+        for prompt in itertools.islice(prompts, TTFT_REQUESTS):
+            first.append((await load.one(server.base, server.model, prompt, 4)).ttft_s * 1000)
+            bare.append(await client.fetch_s(server.base, "/health/live") * 1000)
+        medians.append((percentile(first, 0.5), percentile(bare, 0.5)))
+    return statistics.median(f for f, _ in medians), statistics.median(b for _, b in medians)
 
 
 def engine_alone(args: argparse.Namespace, runner: str) -> float:
