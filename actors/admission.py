@@ -23,6 +23,7 @@ from actors.records import Records
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
+from runtime.membership import SKEWED
 from schemas import messages as m
 from schemas import subjects
 from schemas.errors import DeadlineExceeded, HeadraceError, Overloaded, TooLarge, Unavailable
@@ -79,6 +80,7 @@ class AdmissionActor(Actor):
             choose_engines=self._choose_engines,
             choose_detokenizer=self._choose_detokenizer,
             context_limit=self.context_limit,
+            choose_target=self._choose_target,
         )
         self._records = Records(context, self._table, self._perform, self._accept)
         self._in_flight = InFlight()
@@ -90,6 +92,7 @@ class AdmissionActor(Actor):
         telemetry = context.telemetry
         self._requests = telemetry.counter("requests_total", "Requests by how they ended", ("outcome",))
         self._failovers = telemetry.counter("failovers_total", "Requests moved off a lost actor", ("kind", "reason"))
+        self._moves = telemetry.counter("moves_total", "Running requests moved between engines", ("reason", "outcome"))
         for kind in ("prefill", "decode", "both", "detokenize", "admission"):
             self._failovers.labels(kind, "exit")  # on the page as zero before the first one
         self._prompt = telemetry.counter("prompt_tokens_total", "Prompt tokens of ended requests")
@@ -179,6 +182,8 @@ class AdmissionActor(Actor):
             return
         if msg.term > 0 and self._records.resubmitted(msg.request_id):
             return
+        if self.state == "draining" and self._hand_on(msg):
+            return
         if self._keep_early(msg, now):
             return
         fence = Fence(msg.term, f"{self.ref.id}.{self.ref.epoch}", 0)
@@ -216,6 +221,13 @@ class AdmissionActor(Actor):
         )
         if backup is not None:
             self._records.keep(msg.request_id, backup)  # `accepted` is said when it holds the record too (R2)
+
+    def _hand_on(self, msg: m.Submit) -> bool:
+        """Leave a request that was sent before its sender knew of the drain to another; false if there is no other."""
+        others = [member.ref for member in self._members("admission") if member.ref != self.ref]
+        if others:
+            self.context.send(others[msg.term % len(others)], msg)
+        return bool(others)
 
     def _keep_early(self, msg: m.Submit, now: float) -> bool:
         """Keep a request for a moment while no engine is known: the edge may have heard of one before this node did."""
@@ -296,6 +308,8 @@ class AdmissionActor(Actor):
                 self._perform(table.on_dispatched(message, sender, now))
             case m.EngineError():
                 self._perform(table.on_engine_error(message, sender, now))
+            case m.Migrated():
+                self._perform(table.on_migrated(message, sender, now))
             case m.Redirected():
                 self._perform(table.on_redirected(message, sender, now))
             case m.Stalled():
@@ -349,11 +363,16 @@ class AdmissionActor(Actor):
         self._perform(self._table.member_down(ref, reason, now))
 
     def member_changed(self, ref: Ref, state: str) -> None:
-        """A draining engine or detokenizer hands its requests over."""
-        if state == "draining" and ref.kind in ("decode", "both", "prefill", "detokenize"):
-            self._perform(self._table.member_down(ref, "drain", self.clock.now()))
-        if state == "draining" and ref.kind == "admission":
+        """A draining engine or detokenizer hands its requests over; one that has failed has lost them."""
+        if ref.kind == "admission" and state == "draining":
             self._records.leaving(ref)
+        if ref.kind not in ("decode", "both", "prefill", "detokenize"):
+            return
+        member = self.context.membership.get(ref)
+        if state == "draining":
+            self._perform(self._table.member_down(ref, "drain", self.clock.now()))
+        elif state == "failed" and member is not None and not member.reason.startswith(SKEWED):
+            self._perform(self._table.member_down(ref, "failed", self.clock.now()))
 
     def tick(self) -> None:
         """Repeat, expire, forget."""
@@ -395,6 +414,11 @@ class AdmissionActor(Actor):
                     tokens = SEQUENCE_TOKENS * d.record.num_choices
                     self._in_flight.ended(d.record.request_id, tokens, self.clock.now())
                     self._log_ended(d)
+                case own.MoveEnded():
+                    self._moves.labels(d.reason, d.outcome).inc()
+                    self.context.telemetry.log.info(
+                        "migration", request_id=d.request_id, reason=d.reason, outcome=d.outcome
+                    )
                 case own.Failover():
                     self._failovers.labels(d.kind, d.reason).inc()
                     self.context.telemetry.log.info("failover", request_id=d.request_id, kind=d.kind, reason=d.reason)
@@ -528,6 +552,15 @@ class AdmissionActor(Actor):
             if hint is not None:  # the read begins while the dispatch is on its way
                 self.context.send(*hint)
         return placement
+
+    def _choose_target(self, record: Record, avoid: frozenset[Ref]) -> Ref | None:
+        """Return the engine with the least to do that a running request can move to; what it will get is counted."""
+        now = self.clock.now()
+        able = [e for kind in ("decode", "both") for e in self._members(kind) if e.ref not in avoid]
+        target = least_loaded(able, self._sent_since(now), now)
+        if target is not None:
+            self._in_flight.sent(target, SEQUENCE_TOKENS * record.num_choices, record.request_id, now)
+        return target
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from actors.work import Part, Work
 from engine.core import EngineCore
 from engine.sequence import Key
+from kvstore.block import num_blocks_for
 from schemas import messages as m
 from schemas.errors import HeadraceError, InternalError, Unavailable
 from schemas.record import Fence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from actors.engine_host import EngineActor
 
 ABORT_RESEND_S = 0.2
+WHOLE = -1  # in place of a part's number: all parts of a request that moved
 
 
 @dataclass(slots=True)
@@ -185,6 +187,52 @@ class Destination:
         for choice, first in zip(part.choices, firsts, strict=True):
             work.ids[choice].append(first)
         engine.call(lambda core: core.activate(sequences, blocks, num_tokens), done)
+
+    def on_moved(self, msg: m.Moved) -> None:
+        """A running request comes from another engine with all its blocks: it goes on here from the next step on."""
+        engine = self._engine
+        work = engine.works.get(msg.request_id)
+        if work is None or work.role != "destination" or msg.fence != work.fence:
+            return  # closed or fenced here; the source gives up by itself
+        activated = m.Activated(request_id=msg.request_id, fence=msg.fence, part=WHOLE)
+        if work.started:
+            engine.context.send(msg.source, activated)
+            return
+        parts = [work.parts[number] for number in sorted(work.parts)]
+        lent = [part.blocks for part in parts if part.blocks is not None and not part.pending]
+        if len(lent) != work.num_parts or len(msg.num_tokens) != len(parts):
+            return
+        now = engine.clock.now()
+        work.ids, work.ends = [list(ids) for ids in msg.outputs], {int(choice): str(reason) for choice, reason in msg.ends}
+        work.acked, work.sent, work.unwanted = list(msg.acked), list(msg.acked), set(msg.unwanted)
+        moves = []
+        for part, blocks, num_tokens in zip(parts, lent, msg.num_tokens, strict=True):
+            part.pending = True
+            choice = part.choices[0]
+            sequence = work.sequence(choice, work.ids[choice], now)
+            moves.append((sequence, blocks[: num_blocks_for(num_tokens)], num_tokens))
+
+        def activate(core: EngineCore) -> None:
+            for sequence, blocks, num_tokens in moves:
+                core.activate([sequence], blocks, num_tokens)
+
+        def done(_: None, error: BaseException | None) -> None:
+            if engine.works.get(work.request_id) is not work:
+                return
+            if error is not None:
+                known = error if isinstance(error, HeadraceError) else InternalError("the move failed")
+                engine.context.telemetry.log.error("a move failed", request_id=msg.request_id, error=repr(error))
+                engine.fail(work, known)
+                return
+            for part in parts:
+                part.pending, part.activated = False, True
+            work.began = work.began or engine.clock.wall()
+            engine.context.send(msg.source, activated)
+            started = m.Dispatched(request_id=work.request_id, fence=work.fence, started=True)
+            engine.context.send(work.owner, started)
+            engine.emit([work])
+
+        engine.call(activate, done)
 
     # --- endings --------------------------------------------------------------------------------
 

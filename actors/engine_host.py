@@ -16,8 +16,10 @@ from typing import Any, ClassVar, TypeVar
 from actors.decode import Destination
 from actors.engine_report import EngineReport
 from actors.heirs import ORPHAN_RESEND_S, heir
+from actors.migration import Migration
 from actors.prefill import Source
 from actors.prefix import PrefixStore
+from actors.watchdog import Watchdog
 from actors.work import Work, make_parts, salt_text
 from engine.core import EngineCore, StepResult
 from engine.failures import error_of
@@ -40,6 +42,7 @@ T = TypeVar("T")
 
 REMEMBERED = 4096
 ERROR_RESEND_S = 0.3
+STEP_LIMIT_S = 30.0
 SCHEMA_VERSION = 1
 
 
@@ -50,6 +53,7 @@ class EngineActor(Actor):
         role: `prefill`, `decode` or `both`; any engine can do everything, the role tells placement what to ask.
         make_runner: called in the engine's thread; loads the model.
         make_drafter: called there too, with the runner; returns what guesses ids ahead, if anything.
+        step_limit_s: with work and without a step for so long the engine counts as failed.
         directory, prefix: where the pool's file lies and how its name begins.
     """
 
@@ -69,8 +73,10 @@ class EngineActor(Actor):
         parking_tokens: int = 0,
         make_drafter: Callable[[Runner], Drafter | None] | None = None,
         max_draft: int = MAX_DRAFT,
+        step_limit_s: float = STEP_LIMIT_S,
     ) -> None:
         super().__init__(context)
+        self._watchdog = Watchdog(step_limit_s)
         self.role = role
         self._make_runner = make_runner
         self._directory = directory
@@ -90,6 +96,7 @@ class EngineActor(Actor):
         self._root_fields: list[Any] = []  # of every tenant's hash chain
         self.source = Source(self)
         self.destination = Destination(self)
+        self.migration = Migration(self)
         self.report = EngineReport(context)
         self.prefix = PrefixStore(self)
         telemetry = context.telemetry
@@ -227,12 +234,18 @@ class EngineActor(Actor):
             case m.Transferred():
                 self.destination.on_transferred(message)
             case m.Reserved():
-                self.source.on_reserved(message)
+                if not self.migration.on_reserved(message):
+                    self.source.on_reserved(message)
             case m.Activated():
-                self.source.on_activated(message)
+                if not self.migration.on_activated(message):
+                    self.source.on_activated(message)
+            case m.Migrate():
+                self.migration.begin(message)
+            case m.Moved():
+                self.destination.on_moved(message)
             case m.TransferDone():
                 self.source.served(message.job)
-                if not self.prefix.on_transfer_done(message):
+                if not self.prefix.on_transfer_done(message) and not self.migration.on_transfer_done(message):
                     self.on_transfer_done(message)
             case m.ChainQuery():
                 root = self.root(salt_text(message.tenant, message.cache_salt))
@@ -320,6 +333,7 @@ class EngineActor(Actor):
     def _abort(self, work: Work, then: Callable[[object, object], None] | None = None) -> None:
         """Drop a request's sequences and loads; blocks that the transfer actor may still touch wait for its word."""
         self.prefix.forget(work)
+        self.migration.forget(work)
         writers: dict[Key, str] = {}
         for part in work.parts.values():
             if self.source.writing(work, part) or self.destination.writing(work, part):
@@ -351,6 +365,8 @@ class EngineActor(Actor):
         known = work is not None and work.started and msg.fence >= work.fence and work.error is None
         if known:
             assert work is not None
+            if msg.fence != work.fence:
+                self.migration.forget(work)  # its owner has taken the offer back
             work.redirect(msg.detokenize, msg.fence)
             work.owner = msg.reply
             self.emit([work])
@@ -490,6 +506,7 @@ class EngineActor(Actor):
         if self.thread is None:
             return
         now = self.clock.now()
+        self._watch(now)
         resend = []
         for work in list(self.works.values()):
             if work.error is not None:
@@ -514,9 +531,18 @@ class EngineActor(Actor):
                 self.close(work.request_id, work.fence, None)
         self.source.tick(now)
         self.destination.tick(now)
+        self.migration.tick(now)
         self.prefix.tick(now)
         if self.pool is not None:
             self.report.tick(self.pool, now)
+
+    def _watch(self, now: float) -> None:
+        """A loop that is wedged is said to have failed: its heartbeats alone would go on for ever (R7)."""
+        assert self.thread is not None
+        load = self.thread.load
+        busy = bool(load.get("running") or load.get("waiting"))
+        if self._watchdog.look(self.thread.steps, busy, now) and self.state in ("ready", "draining"):
+            self._crashed(f"no step for {self._watchdog.stuck_s:.0f} s with {load.get('running', 0)} running")
 
     def member_down(self, ref: Ref, reason: str) -> None:
         """A transfer actor's confirmed exit ends all its writes; work whose owner is gone is reported."""
@@ -525,6 +551,7 @@ class EngineActor(Actor):
                 self.call(lambda core, job=job: core.absolve(job))  # type: ignore[misc]
         self.prefix.member_down(ref, reason)
         self.source.transfer_down(ref)
+        self.migration.member_down(ref)
         if ref.kind == "admission":
             for work in self.works.values():
                 if work.owner == ref:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.placement import Placement
@@ -78,7 +78,25 @@ class Failover:
     reason: str
 
 
-Directive = Send | Anycast | Terminal | Accept | Ended | Failover
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """A live migration is over; `outcome` as in `Migrated`, or `lost` if an engine or the detokenizer died meanwhile."""
+
+    request_id: str
+    reason: str  # drain | balance
+    outcome: str
+
+
+Directive = Send | Anycast | Terminal | Accept | Ended | Failover | MoveEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A move that the source was asked for: where to, and the fence that the request has there."""
+
+    to: Ref
+    fence: Fence
+    reason: str
 
 
 class Stage(enum.Enum):
@@ -122,6 +140,9 @@ class Owned:
     claims: set[Ref] = field(default_factory=set)  # detokenizers that have not said yet whether they hold it
     hold_until: float = 0.0  # whoever holds something of an adopted request may speak up until then
     announce: bool = False  # the client has not heard of this owner yet
+    offer: Offer | None = None  # it may run there under the offer's fence already
+    offered: int = 0  # the highest n that was ever offered: never used again
+    leaving: Ref | None = None  # the engine that drains, while the request runs there
     timeline: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -129,7 +150,12 @@ class Owned:
         """The engines that may hold work of it now."""
         if self.placement is None:
             return []
-        return [self.placement.first] + ([self.placement.decode] if self.placement.decode else [])
+        engines = [self.placement.first] + ([self.placement.decode] if self.placement.decode else [])
+        return engines if self.offer is None else [*engines, self.offer.to]
+
+    def next_fence(self) -> Fence:
+        """Return the fence of the next try: above this one, and above all that were offered."""
+        return Fence(self.fence.term, self.fence.owner, max(self.fence.n, self.offered) + 1)
 
     @property
     def runner(self) -> Ref | None:
@@ -147,6 +173,8 @@ class Ownership:
         is_up: whether an incarnation may still answer.
         choose_engines: `(record, suspects) -> Placement | None`; called again until it gives one.
         choose_detokenizer: `(record) -> Ref | None`.
+        choose_target: `(record, avoid) -> Ref | None`: an engine that a running request can move to; without it nothing
+            moves.
     """
 
     def __init__(
@@ -157,12 +185,14 @@ class Ownership:
         choose_engines: Callable[[Record, frozenset[Ref]], Placement | None],
         choose_detokenizer: Callable[[Record], Ref | None],
         context_limit: Callable[[], int],
+        choose_target: Callable[[Record, frozenset[Ref]], Ref | None] | None = None,
     ) -> None:
         self._me = me
         self._is_up = is_up
         self._choose_engines = choose_engines
         self._choose_detokenizer = choose_detokenizer
         self._context_limit = context_limit
+        self._choose_target = choose_target
         self._owned: dict[str, Owned] = {}
 
     def __len__(self) -> int:
@@ -296,7 +326,11 @@ class Ownership:
     def on_dispatched(self, msg: m.Dispatched, sender: Ref, now: float) -> list[Directive]:
         """An engine holds the work, has started it after a hand-off, or refuses it."""
         owned = self._open(msg.request_id)
-        if owned is None or owned.placement is None or msg.fence != owned.fence:
+        if owned is None or owned.placement is None:
+            return []
+        if owned.offer is not None and msg.started and (sender, msg.fence) == (owned.offer.to, owned.offer.fence):
+            return self._moved(owned, now)
+        if msg.fence != owned.fence:
             return []
         if msg.error is not None:
             return self._engine_refused(owned, sender, from_info(msg.error), now)
@@ -328,6 +362,40 @@ class Ownership:
             owned.started = True
             return [] if owned.opened else self._advance(owned, now)
         return self._fail_engines(owned, sender, "lost", now)
+
+    def on_migrated(self, msg: m.Migrated, sender: Ref, now: float) -> list[Directive]:
+        """The source of a move says how it ended."""
+        owned = self._open(msg.request_id)
+        offer = owned.offer if owned is not None else None
+        if owned is None or offer is None or msg.next != offer.fence or sender != owned.runner:
+            return []
+        if msg.outcome == "moved":
+            return self._moved(owned, now)
+        ended = MoveEnded(msg.request_id, offer.reason, msg.outcome)
+        if msg.outcome == "doubtful" or (msg.outcome == "unfit" and owned.leaving is not None):
+            reason = "drain" if owned.leaving is not None else "migration"
+            return [ended, *self._fail_engines(owned, sender, reason, now)]
+        owned.offer = None  # off a draining engine it is offered again
+        return [ended]
+
+    def move(self, request_id: str, to: Ref, reason: str, now: float) -> list[Directive]:
+        """Offer a running request to another engine, if nothing else goes on with it."""
+        owned = self._open(request_id)
+        if owned is None or not owned.started or owned.offer or owned.redirect or owned.probing or owned.error:
+            return []
+        if owned.runner is None or owned.runner == to:
+            return []
+        fence = owned.next_fence()
+        owned.offer, owned.offered = Offer(to, fence, reason), fence.n
+        return self._migrate(owned)
+
+    def runners(self) -> list[tuple[str, Ref]]:
+        """Return the requests that could be moved, oldest first, and where they run."""
+        return [
+            (o.record.request_id, o.runner)
+            for o in self._owned.values()
+            if o.stage is Stage.OPEN and o.started and o.offer is None and o.runner is not None
+        ]
 
     def on_stalled(self, msg: m.Stalled, heard_s: Callable[[Ref], float], now: float) -> list[Directive]:
         """No ids for a second: ask the engine, unless its silence is about to be noticed anyway."""
@@ -368,7 +436,7 @@ class Ownership:
         owned = self._open(request_id)
         if owned is None:
             return []
-        owned.fence = owned.fence.next()
+        owned.fence = owned.next_fence()
         owned.timeline["ended"] = now
         return [*self._close(owned, reason, now), self._ended(owned, Cancelled.default_code or reason, None)]
 
@@ -390,6 +458,10 @@ class Ownership:
                 if o.stage is Stage.CLOSING and not o.to_close:
                     del self._owned[o.record.request_id]
             if o.stage is Stage.CLOSING:
+                continue
+            if o.offer is not None and ref == o.offer.to and ref != o.detok:
+                if reason != "drain":
+                    out += self._migrate(o)  # the source knows whether it may run there already
                 continue
             if ref == o.detok and o.error is not None:
                 out += self._end_with(o, o.error, now)
@@ -456,6 +528,10 @@ class Ownership:
             out.append(Send(o.placement.first, self._dispatch(o, o.placement, o.detok)))
         elif o.probing:
             out += self._redirect(o)
+        elif o.offer is not None:
+            out += self._migrate(o)
+        elif o.leaving is not None:
+            out += self._leave(o, now)
         return out
 
     def _head(self, o: Owned) -> dict[str, Any]:
@@ -495,6 +571,43 @@ class Ownership:
             return []
         return [Send(o.runner, m.Redirect(**self._head(o), detokenize=o.detok, reply=self._me))]
 
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _migrate(self, o: Owned) -> list[Directive]:
+        if o.runner is None or o.offer is None:
+            return []
+        offer = m.Migrate(**self._head(o), to=o.offer.to, next=o.offer.fence, reply=self._me)
+        return [Send(o.runner, offer)]
+
+    def _leave(self, o: Owned, now: float) -> list[Directive]:
+        """Move a request off a draining engine; without another one it goes on there, and is looked at again."""
+        assert self._choose_target is not None and o.leaving is not None
+        to = self._choose_target(o.record, frozenset({*o.suspects, o.leaving}))
+        return [] if to is None else self.move(o.record.request_id, to, "drain", now)
+
+    def _moved(self, o: Owned, now: float) -> list[Directive]:
+        """It runs at the other engine: from now on under the offer's fence."""
+        offer, source = o.offer, o.runner
+        assert offer is not None and source is not None and o.placement is not None
+        o.fence, o.offer, o.leaving = offer.fence, None, None
+        o.placement = replace(o.placement, first=offer.to, decode=None)
+        o.dispatched = o.started = True
+        out: list[Directive] = [MoveEnded(o.record.request_id, offer.reason, "moved")]
+        if self._is_up(source):
+            o.to_close[source] = m.Close(**self._head(o), reason="fenced", reply=self._me)
+            out.append(Send(source, o.to_close[source]))
+        return out
+
+    def _drop_offer(self, o: Owned) -> list[Directive]:
+        """Something is lost in the middle of a move; the fence has been raised above the offer's."""
+        offer, o.offer, o.leaving = o.offer, None, None
+        if offer is None:
+            return []
+        close = m.Close(**self._head(o), reason="fenced", reply=self._me)
+        if self._is_up(offer.to):
+            o.to_close[offer.to] = close
+        return [MoveEnded(o.record.request_id, offer.reason, "lost"), Send(offer.to, close)]
+
     # --- losses ---------------------------------------------------------------------------------
 
     def _engine_down(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
@@ -503,6 +616,9 @@ class Ownership:
             return []  # handed over already: the prefill engine holds nothing of it
         if reason == "drain" and placement is not None and ref == placement.first and placement.decode is not None:
             return []  # a draining prefill finishes its hand-offs
+        if reason == "drain" and o.started and self._choose_target is not None:
+            o.leaving = ref
+            return self._leave(o, now) if o.offer is None else []
         if placement is not None and ref == placement.first and placement.decode is not None and o.dispatched:
             # It may have been handed over a moment ago: decode knows.
             o.suspects.add(ref)
@@ -514,7 +630,7 @@ class Ownership:
         o.suspects.add(ref)
         o.failovers += 1
         report = Failover(o.record.request_id, ref.kind, reason)
-        o.fence = o.fence.next()
+        o.fence = o.next_fence()
         return [report, *self._lose_engines(o, now), *self._advance(o, now)]
 
     def _lose_engines(self, o: Owned, now: float) -> list[Directive]:
@@ -525,15 +641,17 @@ class Ownership:
             out.append(Send(ref, close))
             if self._is_up(ref):
                 o.to_close[ref] = close
-        o.placement = None
+        if o.offer is not None:
+            out.append(MoveEnded(o.record.request_id, o.offer.reason, "lost"))
+        o.placement = o.offer = o.leaving = None
         o.dispatched = o.started = o.redirect = o.probing = False
         o.ids_current = not o.ever_dispatched
         return out
 
     def _lose_detok(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
         o.failovers += 1
-        o.fence = o.fence.next()
-        out: list[Directive] = [Failover(o.record.request_id, ref.kind, reason)]
+        o.fence = o.next_fence()
+        out: list[Directive] = [Failover(o.record.request_id, ref.kind, reason), *self._drop_offer(o)]
         if self._is_up(ref) or reason in ("silent", "drain"):
             o.to_close[ref] = m.Close(**self._head(o), reason="fenced", reply=self._me)
             out.append(Send(ref, o.to_close[ref]))
@@ -553,7 +671,7 @@ class Ownership:
     def _engine_refused(self, o: Owned, sender: Ref, error: HeadraceError, now: float) -> list[Directive]:
         if error.status == 503 or isinstance(error, Cancelled):  # full or draining: somewhere else, a little later
             o.retry_at = now + RESEND_S
-            o.fence = o.fence.next()
+            o.fence = o.next_fence()
             o.suspects.add(sender)
             return [*self._lose_engines(o, now), *self._advance(o, now)]
         return self._end_with(o, error, now)
@@ -570,14 +688,14 @@ class Ownership:
             o.error = error
             o.to_close[o.detok] = m.Close(**self._head(o), reason="error", error=error.info(), reply=self._me)
             return [Send(to, msg) for to, msg in o.to_close.items()]
-        o.fence = o.fence.next()
+        o.fence = o.next_fence()
         o.timeline["ended"] = now
         terminal = Terminal(o.record, o.fence, error)
         return [terminal, *self._close(o, "drop", now), self._ended(o, error.code or "error", None)]
 
     def _expire(self, o: Owned, now: float) -> list[Directive]:
         """The detokenizer should have ended it by now: fence everything and end it from here."""
-        o.fence = o.fence.next()
+        o.fence = o.next_fence()
         o.timeline["ended"] = now
         error = DeadlineExceeded("the request's deadline passed")
         terminal = Terminal(o.record, o.fence, error)

@@ -106,7 +106,7 @@ class Source:
         if transfer is None or pool is None or engine.pool is None or work.decode is None:
             return  # repeated by `tick`
         if pool.host != engine.context.host:
-            self._serve(work.job(part), part.held_blocks.refs)
+            self.serve(work.job(part), part.held_blocks.refs)
         part.transfer = transfer
         engine.destination.expect_job(work.job(part), transfer)
         job = m.TransferJob(
@@ -128,7 +128,7 @@ class Source:
         )
         engine.context.send(transfer, job)
 
-    def _serve(self, job: str, refs: list[m.BlockRef]) -> None:
+    def serve(self, job: str, refs: list[m.BlockRef]) -> None:
         """Have the transfer actor of this host serve a hand-off's blocks to that of the destination's host."""
         engine = self._engine
         here = engine.neighbour("transfer")

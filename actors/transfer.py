@@ -103,6 +103,11 @@ class TransferActor(Actor):
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 
     def _start(self, job: m.TransferJob) -> None:
+        stem = stem_of(job.job)
+        if job.job not in self._over and stem != job.job and stem in self._over:
+            error = Cancelled("the move that this is a part of was aborted").info()
+            head = {"request_id": job.request_id, "fence": job.fence, "job": job.job, "part": job.part}
+            self._remember(job.job, m.TransferDone(**head, error=error), None)
         if job.job in self._over:
             self._answer(job.job, [job.source])
             return
@@ -113,6 +118,10 @@ class TransferActor(Actor):
         self.context.spawn(self._run(running), name=f"transfer {job.job}")
 
     def _abort(self, msg: m.TransferAbort, sender: Ref) -> None:
+        # A move copies in several jobs, `<name>/<number>`; who lends the blocks knows the name alone.
+        pieces = [r for name, r in self._running.items() if name != msg.job and stem_of(name) == msg.job]
+        for piece in pieces:
+            piece.stop = True
         running = self._running.get(msg.job)
         if running is not None:
             running.stop = True
@@ -122,7 +131,8 @@ class TransferActor(Actor):
             error = Cancelled("aborted before it began").info()
             done = m.TransferDone(request_id=msg.request_id, fence=msg.fence, job=msg.job, part=0, error=error)
             self._remember(msg.job, done, None)
-        self.context.send(sender, self._over[msg.job][0])
+        if not pieces:  # else a repeat of the abort is answered, once their copies have really ended
+            self.context.send(sender, self._over[msg.job][0])
 
     async def _run(self, running: _Running) -> None:
         job = running.job
@@ -196,3 +206,8 @@ def _copy(running: _Running) -> list[int]:
     job = running.job
     source, dest = open_pool(job.source_pool), open_pool(job.dest_pool)
     return copy_exported(source, job.source_blocks, dest, job.dest_blocks, should_stop=lambda: running.stop)
+
+
+def stem_of(job: str) -> str:
+    """Return the name that the pieces of one move share; other jobs are their own."""
+    return job.partition("/")[0]

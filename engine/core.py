@@ -15,6 +15,7 @@ from engine.live import (
     Live,
     NeverFits,
     Outcome,
+    Progress,
     StepResult,
     check_ids,
     check_sequence,
@@ -35,7 +36,7 @@ from kvstore.pool import BlockPool
 from schemas.errors import BadRequest, Overloaded
 from schemas.messages import BlockRef
 
-__all__ = ["Candidate", "EngineCore", "HeldBlocks", "NeverFits", "StepResult"]
+__all__ = ["Candidate", "EngineCore", "HeldBlocks", "NeverFits", "Progress", "StepResult"]
 
 MAX_CANDIDATES = 4096
 AHEAD_TOKENS = 1024  # of a pool, made ready while there is nothing to do
@@ -197,7 +198,7 @@ class EngineCore:
 
         Args:
             sequences: the choices of one prompt; the reservation is found by the first one's key.
-            blocks: as `reserve` returned them.
+            blocks: as `reserve` returned them, or the first of them: those behind are free again.
             num_computed: tokens whose KV lies in them.
 
         Raises:
@@ -205,13 +206,14 @@ class EngineCore:
         """
         first = sequences[0].key
         reservation = self._lent.expected.get(first)
-        if reservation is None or reservation.blocks != blocks:
+        if reservation is None or reservation.blocks[: len(blocks)] != blocks:
             raise BadRequest(f"no blocks are reserved for {first.request_id}/{first.choice}")
         for seq in sequences:
             self._check(seq)
             if not 0 < num_computed < seq.num_tokens or num_blocks_for(num_computed) != len(blocks):
                 raise BadRequest(f"{num_computed} tokens in {len(blocks)} blocks are not a prefix of {seq.num_tokens}")
         del self._lent.expected[first]
+        self.pool.free(reservation.blocks[len(blocks) :])
         num_full = num_computed // BLOCK_TOKENS
         for position, seq in enumerate(sequences):
             live = self._roster.enter(seq, self._root(seq.salt))
@@ -229,6 +231,38 @@ class EngineCore:
             self._publish(live)
             if (reason := self._end_reason(live)) is not None:
                 self._end_early(live, reason)
+
+    # --- commands: moves to another engine ---------------------------------------------------------
+
+    def progress(self, keys: list[Key]) -> dict[Key, Progress]:
+        """Return how far those of these sequences are that live here; its full blocks do not change any more."""
+        found = [self._roster.live[key] for key in keys if key in self._roster.live]
+        return {live.seq.key: self._progress(live, live.seq.num_computed // BLOCK_TOKENS) for live in found}
+
+    def suspend(self, keys: list[Key]) -> dict[Key, Progress] | None:
+        """Take decoding sequences out of the steps, with their blocks; they wait for `resume`, `release` or `abort`.
+
+        Returns:
+            Those that live here, with all blocks that hold something; None, and no change, if one does not decode now.
+        """
+        found = [self._roster.live[key] for key in keys if key in self._roster.live]
+        if any(live.seq.phase is not Phase.RUNNING or live.seq.num_uncomputed != 1 for live in found):
+            return None
+        for live in found:
+            self._roster.hold(live)
+        return {live.seq.key: self._progress(live, num_blocks_for(live.seq.num_computed)) for live in found}
+
+    def resume(self, keys: list[Key]) -> None:
+        """Let suspended sequences take part in steps again."""
+        for key in keys:
+            live = self._roster.live.get(key)
+            if live is not None and live.seq.phase is Phase.HELD:
+                self._roster.start(live)
+
+    def _progress(self, live: Live, num_blocks: int) -> Progress:
+        seq = live.seq
+        decoding = seq.phase is Phase.RUNNING and seq.num_uncomputed == 1
+        return Progress(self.pool.refs(seq.blocks[:num_blocks]), seq.num_computed, seq.num_tokens, decoding)
 
     # --- commands: endings -------------------------------------------------------------------------
 

@@ -149,6 +149,15 @@ class Candidate(NamedTuple):
     tenant: str = "default"
 
 
+class Progress(NamedTuple):
+    """How far a sequence is: blocks in order, tokens computed, tokens in all, and whether the next step decodes it."""
+
+    refs: list[BlockRef]
+    num_computed: int
+    num_tokens: int
+    decoding: bool
+
+
 class HeldBlocks(NamedTuple):
     """What a prompt that waits for its hand-off holds."""
 

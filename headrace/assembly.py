@@ -221,6 +221,7 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
         parking_tokens=settings.parking_tokens,
         make_drafter=functools.partial(_drafter, parts),
         max_draft=settings.draft_tokens,
+        step_limit_s=settings.step_limit_s,
     )
 
 

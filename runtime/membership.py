@@ -21,6 +21,7 @@ SILENCE_S = 1.2
 DEAF_S = 0.75  # three heartbeats, and less than the silence that makes others suspect
 FORGET_S = 60.0  # how long the dead are remembered, so that their late heartbeats revive nobody
 MAX_SKEW_S = 0.2
+SKEWED = "this clock is"  # how the reason of an actor begins that has not failed but whose clock is wrong
 SKEW_SAMPLES = 16
 SKEW_LEAST = 4  # heartbeats: a single one may come late, as those of a whole fleet that starts do
 MAX_MEMBERS = 4096

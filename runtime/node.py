@@ -18,7 +18,7 @@ from runtime.clock import Clock, Tasks
 from runtime.context import ActorContext
 from runtime.heartbeat import Beat, BeatSource, LoopSender, Sender, ThreadSender
 from runtime.mailbox import Mailbox
-from runtime.membership import MAX_SKEW_S, Membership
+from runtime.membership import MAX_SKEW_S, SKEWED, Membership
 from runtime.neighbours import Neighbours
 from runtime.telemetry import Telemetry
 from runtime.vitals import Vitals
@@ -349,7 +349,7 @@ class Node:
             actor = hosted.actor
             state, reason = actor.state, actor.reason
             if abs(skew) > MAX_SKEW_S and state == "ready":
-                state, reason = "failed", f"this clock is {skew * 1000:.0f} ms from the others"
+                state, reason = "failed", f"{SKEWED} {skew * 1000:.0f} ms from the others"
             beats.append(Beat(actor.ref, state, reason, self._load(hosted), _steps_of(actor)))
         self._source.beats = tuple(beats)
         eased = [b for h, b in zip(self._hosted, beats, strict=True) if h.actor.tells_ease and self._has_eased(b)]

@@ -16,6 +16,7 @@ class RestartLimits:
     crash_loop: int = 5  # exits within `crash_window_s` that make a crash loop
     crash_window_s: float = 60.0
     crash_delay_s: float = 30.0
+    asked_after_s: float = 1.0  # a child that lived so long and ends with 0 was asked to leave: no failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,19 @@ class RestartPolicy:
     crash_loop: bool = False
     _exits: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
-    def exited(self, now: float, lived_s: float, jitter: float) -> Restart:
+    def exited(self, now: float, lived_s: float, jitter: float, *, code: int = 1) -> Restart:
         """Decide after an exit.
 
         Args:
             now: monotonic seconds.
             lived_s: how long the child has lived.
             jitter: uniform in [0, 1); spreads the delay over its second half.
+            code: the exit code; with 0 a child leaves that was asked to, as in a rolling restart: it comes back at once,
+                and is not held against it.
         """
         limits = self.limits
+        if code == 0 and lived_s >= limits.asked_after_s:
+            return Restart(limits.first_delay_s * (0.5 + 0.5 * jitter), self.crash_loop)
         if lived_s >= limits.healthy_after_s:
             self.failures = 0
             self._exits.clear()

@@ -14,17 +14,19 @@ from typing import Any
 from runtime.bus import Bus
 from runtime.child import Child
 from runtime.clock import Clock, Tasks
-from runtime.membership import Member, Membership
+from runtime.membership import SKEWED, Member, Membership
 from runtime.restart import RestartLimits, RestartPolicy
 from runtime.vitals import Vitals
 from schemas.codec import encode
-from schemas.messages import ExitNotice
-from schemas.subjects import EXIT, Ref
+from schemas.messages import ChildReport, ExitNotice, SupervisorReport
+from schemas.subjects import EXIT, SUPERVISORS, Ref
 
 _log = logging.getLogger("headrace.supervisor")
 
 TICK_S = 0.1
 KILL_WAIT_S = 5.0
+FAILED_KILL_S = 1.0  # after an actor says for good that it has failed
+REPORT_S = 0.25
 # The bus delivers at most once; receivers take a notice they know already as nothing new.
 REPEAT_NOTICE_S = (0.2, 0.8, 2.0)
 
@@ -64,6 +66,8 @@ class ChildStatus:
     exit_code: int | None
     kills: int
     refs: tuple[Ref, ...]
+    reason: str = ""  # why it ended last, or is not ready
+    next_start_s: float | None = None  # until it is started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,10 @@ class _Kept:
     restarts: int = 0
     kills: int = 0
     killing: bool = False
+    reason: str = ""
+    exited_wall: float = 0.0
+    next_start: float = 0.0
+    failed_since: float | None = None
     waiting: asyncio.Task[Any] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -125,6 +133,7 @@ class Supervisor:
         self._stopping = False
         self._tasks = Tasks()
         self._ticker: asyncio.Task[Any] | None = None
+        self._next_report = 0.0
         for spec in specs:
             self._keep(spec)
 
@@ -170,6 +179,7 @@ class Supervisor:
     def _spawn(self, kept: _Kept) -> None:
         kept.ended.clear()
         kept.killing = False
+        kept.failed_since = None
         kept.born_at = self.clock.now()
         env = {**os.environ, **kept.spec.env}
         kept.child = Child(kept.spec.argv, env, kept.spec.log, lambda code: self._on_child_exit(kept, code))
@@ -183,12 +193,15 @@ class Supervisor:
         self._announce(kept, pid, code)
         now = self.clock.now()
         kept.exit_code = code
+        kept.exited_wall = self.clock.wall()
+        kept.reason = kept.reason if kept.killing else exit_reason(code)
         kept.ended.set()
         lived_s = now - kept.born_at
         delay_s, crash_loop = None, False
         if not self._stopping:
-            decision = kept.policy.exited(now, lived_s, self.clock.random())
+            decision = kept.policy.exited(now, lived_s, self.clock.random(), code=code)
             delay_s, crash_loop = decision.delay_s, decision.crash_loop
+            kept.next_start = now + delay_s
             kept.waiting = self._tasks.spawn(self._restart(kept, delay_s), name=f"restart-{kept.spec.name}")
             again = "" if delay_s is None else f"; again in {delay_s:.2f} s"
             _log.warning("%s (process %d) ended with %d after %.1f s%s", kept.spec.name, pid, code, lived_s, again)
@@ -219,6 +232,7 @@ class Supervisor:
             except OSError as exc:
                 _log.error("%s cannot be started: %s", kept.spec.name, exc)
                 delay_s = self._limits.max_delay_s
+                kept.reason, kept.next_start = f"it cannot be started: {exc}", self.clock.now() + delay_s
             else:
                 kept.restarts += 1
                 return
@@ -243,6 +257,8 @@ class Supervisor:
                 self._well_since = now
             for kept in self._kept.values():
                 self._check_frozen(kept, now)
+                self._check_failed(kept, now)
+            self._report(now)
 
     def _check_frozen(self, kept: _Kept, now: float) -> None:
         child = kept.child
@@ -253,10 +269,51 @@ class Supervisor:
             return
         silent_s = now - max(*heard, self._well_since)
         if silent_s > kept.spec.frozen_kill_s:
-            _log.error("%s (process %d) has been silent for %.1f s: killed", kept.spec.name, child.pid, silent_s)
-            kept.kills += 1
-            kept.killing = True
-            child.signal_group(signal.SIGKILL)
+            self._kill(kept, child, f"no heartbeat for {silent_s:.1f} s")
+
+    def _check_failed(self, kept: _Kept, now: float) -> None:
+        """End a child whose actor has failed for good: a wedged engine, or one whose every step fails."""
+        child = kept.child
+        if child is None or not child.running or kept.killing:
+            return
+        # A clock that differs is no fault of the process: a new one would have the same.
+        members = [m for m in self._members_of(kept.spec.name, child.pid) if m.up and not m.skewed]
+        failed = next((m for m in members if m.state == "failed" and not m.reason.startswith(SKEWED)), None)
+        if failed is None:
+            kept.failed_since = None
+        elif kept.failed_since is None:
+            kept.failed_since = now
+        elif now - kept.failed_since > FAILED_KILL_S:
+            self._kill(kept, child, f"{failed.ref.kind} failed: {failed.reason}")
+
+    def _kill(self, kept: _Kept, child: Child, reason: str) -> None:
+        _log.error("%s (process %d) is killed: %s", kept.spec.name, child.pid, reason)
+        kept.kills += 1
+        kept.killing = True
+        kept.reason = reason
+        child.signal_group(signal.SIGKILL)
+
+    def _report(self, now: float) -> None:
+        """Tell whoever listens (`headrace ps`) how the children are."""
+        if self._bus is None or now < self._next_report:
+            return
+        self._next_report = now + REPORT_S
+        children = [
+            ChildReport(
+                name=row.name,
+                pid=row.pid or 0,
+                state=row.state,
+                ready=row.ready,
+                restarts=row.restarts,
+                kills=row.kills,
+                exit_code=row.exit_code,
+                exited_at=self._kept[row.name].exited_wall,
+                reason=row.reason,
+                next_start_s=row.next_start_s,
+            )
+            for row in self.status()
+        ]
+        self._bus.publish(SUPERVISORS, encode(SupervisorReport(pid=os.getpid(), children=children)))
 
     # --- stopping --------------------------------------------------------------------------------------
 
@@ -333,7 +390,13 @@ class Supervisor:
                 state = "backoff" if kept.waiting is not None and not kept.waiting.done() else "stopped"
             refs = tuple(m.ref for m in members)
             ready = running and self._is_ready(kept, members)
-            rows.append(ChildStatus(name, pid, state, ready, kept.restarts, kept.exit_code, kept.kills, refs))
+            waiting = state in ("backoff", "crash_loop") and not self._stopping
+            rows.append(
+                ChildStatus(
+                    name, pid, state, ready, kept.restarts, kept.exit_code, kept.kills, refs, kept.reason,
+                    max(0.0, kept.next_start - self.clock.now()) if waiting else None,
+                )
+            )  # fmt: skip
         return rows
 
     def _is_ready(self, kept: _Kept, members: list[Member]) -> bool:
@@ -351,3 +414,13 @@ class Supervisor:
                 return False
             await self.clock.sleep(0.02)
         return False
+
+
+def exit_reason(code: int) -> str:
+    """Say in words how a process ended."""
+    if code >= 0:
+        return "it was asked to leave" if code == 0 else f"it ended with {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -239,6 +239,42 @@ class Closed(RequestMessage):
     """Nothing of the request is left here (blocks may be quarantined until their writer is done)."""
 
 
+class Migrate(RequestMessage):
+    """Owner to engine: move this request's running sequences to another engine, which gets them under `next`.
+
+    Repeated until they run there (`Dispatched` with `started` under `next`) or `Migrated` says what else became of it.
+    """
+
+    to: RefField
+    next: FenceField
+    reply: RefField
+
+
+class Migrated(RequestMessage):
+    """How a move ended, as its source sees it.
+
+    `outcome`: `moved`; `kept` (it goes on here, and should); `unfit` (it goes on here, and cannot move); `doubtful`
+    (the other engine was told to go on and does not answer).
+    """
+
+    next: FenceField
+    outcome: str
+
+
+class Moved(RequestMessage):
+    """Engine to engine, under the new fence: all blocks of a request lie verified at yours, go on from here.
+
+    `outputs`, `acked` are per choice; `num_tokens` per part. Answered with `Activated` with part -1.
+    """
+
+    source: RefField
+    outputs: list[list[int]]
+    acked: list[int]
+    num_tokens: list[int]
+    ends: list[list[Any]] = []  # [choice, reason] of those that have ended
+    unwanted: list[int] = []
+
+
 # --- prefill ↔ decode ↔ transfer -------------------------------------------------------------------
 
 
@@ -658,6 +694,28 @@ class ExitNotice(Message):
     pid: int
     code: int
     refs: list[RefField]
+
+
+class ChildReport(Model):
+    """One child of a supervisor: how it is, how it ended last and why, and when it starts again."""
+
+    name: str
+    pid: int = 0  # 0: it does not run
+    state: str  # stopped | running | backoff | crash_loop
+    ready: bool = False
+    restarts: int = 0
+    kills: int = 0
+    exit_code: int | None = None  # of the last exit, negative for a signal; None: it has not ended yet
+    exited_at: float = 0.0  # Unix seconds
+    reason: str = ""
+    next_start_s: float | None = None
+
+
+class SupervisorReport(Message):
+    """A supervisor tells how its children are, every 250 ms; for those who look, nothing depends on it."""
+
+    pid: int
+    children: list[ChildReport]
 
 
 class Drain(Message):

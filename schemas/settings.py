@@ -120,6 +120,7 @@ class Settings(BaseSettings):
     drain_limit_s: Annotated[float, Field(ge=0)] = Field(30.0, description="how long a stop waits for running work")
     keepalive_s: Seconds = Field(10.0, description="longest silence of a stream before a keepalive comment")
     frozen_kill_s: Seconds = Field(10.0, description="a node without a heartbeat for so long is killed")
+    step_limit_s: Seconds = Field(30.0, description="an engine with work and without a step for so long has failed")
     start_limit_s: Seconds = Field(120.0, description="how long all nodes may take to become ready")
 
     # What it says

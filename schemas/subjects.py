@@ -6,7 +6,7 @@
 | `actor.<kind>` | anycast to stateless actors; queue group `<kind>` |
 | `actor.<kind>.<id>.<epoch>` | the mailbox of one incarnation of one actor |
 | `actor.<kind>.<id>.<epoch>.hot` | the same mailbox, for items, acks and frames: read on the stream connection |
-| `control.<topic>` | broadcasts: `exit`, `drain`, `metrics` |
+| `control.<topic>` | broadcasts: `exit`, `drain`, `metrics`, `supervisors` |
 | `heartbeat.<kind>.<id>` | liveness and load, 250 ms |
 | `ack.<kind>.<id>.<epoch>.<request>` | acknowledgements of native clients |
 | `kv.events.<host>` | the store's events |
@@ -26,6 +26,7 @@ QUEUE_ADMISSION = "admission"
 EXIT = "control.exit"
 DRAIN = "control.drain"
 METRICS = "control.metrics"
+SUPERVISORS = "control.supervisors"
 HEARTBEATS = "heartbeat.>"
 USAGE = "usage.settled"
 KV_EVENTS = "kv.events.>"

@@ -1,9 +1,10 @@
-"""`headrace ps`: the actors that speak on the bus right now."""
+"""`headrace ps`: the actors that speak on the bus right now, and the processes that do not run as they should, with why."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -13,21 +14,28 @@ from headrace import bus_access
 from runtime.bus import BusMessage
 from runtime.clock import SystemClock
 from schemas import codec, subjects
-from schemas.messages import Heartbeat
+from schemas.messages import ChildReport, Heartbeat, SupervisorReport
 from schemas.settings import Settings
 
 LISTEN_S = 0.6  # two heartbeats and some
-STATE_COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
+STATE_COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red", "backoff": "yellow", "crash_loop": "red"}
 
 
-async def gather(settings: Settings, listen_s: float = LISTEN_S) -> list[Heartbeat]:
-    """Return the latest heartbeat of every actor heard in `listen_s`, sorted by kind and id.
+async def gather(
+    settings: Settings, listen_s: float = LISTEN_S
+) -> tuple[list[Heartbeat], list[tuple[int, ChildReport]]]:
+    """Listen for `listen_s`.
+
+    Returns:
+        The latest heartbeat of every actor, sorted by kind and id; and each supervisor's process id with each child of
+        its own.
 
     Raises:
         BusUnavailable: if the bus does not answer.
     """
     clock = SystemClock()
     latest: dict[subjects.Ref, Heartbeat] = {}
+    reports: dict[int, SupervisorReport] = {}
 
     def heard(message: BusMessage) -> None:
         try:
@@ -36,14 +44,18 @@ async def gather(settings: Settings, listen_s: float = LISTEN_S) -> list[Heartbe
             return
         if isinstance(beat, Heartbeat):
             latest[beat.ref] = beat
+        elif isinstance(beat, SupervisorReport):
+            reports[beat.pid] = beat
 
     bus = await bus_access.connect(settings, clock=clock, name="headrace-ps", wait_s=3.0)
     try:
         await bus.subscribe(subjects.HEARTBEATS, heard)
+        await bus.subscribe(subjects.SUPERVISORS, heard)
         await clock.sleep(listen_s)
     finally:
         await bus.close()
-    return [latest[ref] for ref in sorted(latest)]
+    children = [(pid, child) for pid, report in sorted(reports.items()) for child in report.children]
+    return [latest[ref] for ref in sorted(latest)], children
 
 
 def row(beat: Heartbeat) -> dict[str, Any]:
@@ -63,26 +75,65 @@ def row(beat: Heartbeat) -> dict[str, Any]:
     }
 
 
+def silent_row(child: ChildReport) -> dict[str, Any]:
+    """Return the row of a process that does not run: it has no actors now."""
+    empty: dict[str, Any] = {"kind": "", "id": "", "node": child.name, "host": "", "pid": child.pid, "epoch": ""}
+    return {**empty, "state": child.state, "reason": why(child), "running": 0, "waiting": 0, "load": {}}
+
+
+def why(child: ChildReport) -> str:
+    """Say how a child ended last and when it starts again, or nothing if it never ended."""
+    parts = []
+    if child.exit_code is not None:
+        parts.append(f"last exit {child.exit_code}" + (f", {child.reason}" if child.reason else ""))
+    elif child.reason:
+        parts.append(child.reason)
+    if child.restarts:
+        parts.append(f"started again {child.restarts} times" if child.restarts > 1 else "started again once")
+    if child.next_start_s is not None:
+        parts.append(f"next start in {child.next_start_s:.1f} s")
+    return "; ".join(parts)
+
+
+def merge(beats: Iterable[Heartbeat], children: Iterable[tuple[int, ChildReport]]) -> list[dict[str, Any]]:
+    """Return the rows of all actors, with what their supervisors know, and of processes that do not speak."""
+    known = list(children)
+    by_process = {(child.name, child.pid): child for _, child in known}
+    rows = []
+    spoken = set()
+    for beat in beats:
+        child = by_process.get((beat.node, beat.pid))
+        spoken.add((beat.node, beat.pid))
+        rows.append({**row(beat), "history": why(child) if child is not None else ""})
+    # The bus server and other children without actors never speak; while they run there is nothing to say of them.
+    for _, child in known:
+        if (child.name, child.pid) not in spoken and child.state != "running":
+            rows.append({**silent_row(child), "history": why(child)})
+    return rows
+
+
 def show(settings: Settings, *, as_json: bool) -> None:
     """Print one row per actor."""
-    rows = [row(beat) for beat in asyncio.run(gather(settings))]
+    rows = merge(*asyncio.run(gather(settings)))
     if as_json:
         print(json.dumps(rows))
         return
-    columns = ("kind", "id", "pid", "epoch", "state", "running", "waiting", "load")
+    columns = ("kind", "id", "pid", "epoch", "state", "running", "waiting", "load", "history")
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for entry in rows:
-        state = entry["state"] + (f" ({entry['reason']})" if entry["reason"] else "")
+        said = entry["reason"] if entry["kind"] else ""  # of a process that is gone the history says it
+        state = entry["state"] + (f" ({said})" if said else "")
         colour = STATE_COLOURS.get(entry["state"], "white")
         table.add_row(
-            entry["kind"],
-            entry["id"],
-            str(entry["pid"]),
+            entry["kind"] or "-",
+            entry["id"] or entry["node"],
+            str(entry["pid"] or "-"),
             entry["epoch"][:8],
             f"[{colour}]{state}[/{colour}]",
             str(entry["running"]),
             str(entry["waiting"]),
             brief_load(entry["load"]),
+            entry["history"],
         )
     Console().print(table)
 

@@ -35,6 +35,17 @@ def test_five_exits_in_a_minute_are_a_crash_loop() -> None:
     assert not policy.exited(100.0, 60.0, 0.0).crash_loop
 
 
+def test_a_child_that_was_asked_to_leave_comes_back_at_once() -> None:
+    """Ten restarts by hand are no crash loop; one that ends with 0 as soon as it starts is a failure like any other."""
+    policy = RestartPolicy()
+    for i in range(10):
+        decision = policy.exited(2.0 * i, 2.0, 0.0, code=0)
+        assert decision.delay_s == pytest.approx(0.05) and not decision.crash_loop
+    for i in range(5):
+        decision = policy.exited(30.0 + i, 0.2, 0.0, code=0)
+    assert decision.crash_loop
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50), st.floats(0, 1, exclude_max=True)), max_size=200))
 def test_a_delay_is_always_within_its_bounds(history: list[tuple[float, float, float]]) -> None:
     """Whatever happens, a child is neither restarted without pause nor given up."""

@@ -116,6 +116,10 @@ EXAMPLES: list[m.Message] = [
     m.EngineError(**HEAD, error=ERROR),
     m.Redirect(**HEAD, detokenize=DETOK, reply=OWNER),
     m.Redirected(**HEAD, known=False),
+    m.Migrate(request_id="5f0c", fence=FENCE, deadline=DEADLINE, to=DECODE, next=FENCE.next(), reply=OWNER),
+    m.Migrated(request_id="5f0c", fence=FENCE, next=FENCE.next(), outcome="kept"),
+    m.Moved(request_id="5f0c", fence=FENCE.next(), source=PREFILL, outputs=[[11, 12], [13]], acked=[2, 1],
+            num_tokens=[21], ends=[[1, "stop"]], unwanted=[1]),  # fmt: skip
     m.Close(**HEAD, reason="fenced", error=ERROR, reply=OWNER),
     m.Closed(**HEAD),
     m.Reserve(**HEAD, record=RECORD, part=0, parts=1, num_tokens=3, choices=[0, 1], outputs=[[], []], detokenize=DETOK,
@@ -161,6 +165,13 @@ EXAMPLES: list[m.Message] = [
     m.Heartbeat(ref=DECODE, node="decode-0", host="host-a", pid=4711, seq=12, sent_at=1767225000.25, state="ready",
                 load={"running": 3, "free_blocks": 500}),  # fmt: skip
     m.ExitNotice(node="decode-0", pid=4711, code=-9, refs=[DECODE]),
+    m.SupervisorReport(
+        pid=4000,
+        children=[
+            m.ChildReport(name="decode-0", state="backoff", restarts=2, kills=1, exit_code=-9, exited_at=1767225000.25,
+                          reason="no heartbeat for 10.0 s", next_start_s=0.2),
+        ],
+    ),  # fmt: skip
     m.Drain(target="decode-0"),
     m.MetricsQuery(ticket="q1", reply=EDGE),
     m.MetricsReport(ticket="q1", node="decode-0", text="headrace_up 1\n"),
