@@ -203,7 +203,8 @@ class Destination:
         if len(lent) != work.num_parts or len(msg.num_tokens) != len(parts):
             return
         now = engine.clock.now()
-        work.ids, work.ends = [list(ids) for ids in msg.outputs], {int(choice): str(reason) for choice, reason in msg.ends}
+        work.ids = [list(ids) for ids in msg.outputs]
+        work.ends = {int(choice): str(reason) for choice, reason in msg.ends}
         work.acked, work.sent, work.unwanted = list(msg.acked), list(msg.acked), set(msg.unwanted)
         moves = []
         for part, blocks, num_tokens in zip(parts, lent, msg.num_tokens, strict=True):

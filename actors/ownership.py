@@ -80,7 +80,7 @@ class Failover:
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded:
-    """A live migration is over; `outcome` as in `Migrated`, or `lost` if an engine or the detokenizer died meanwhile."""
+    """A move is over; `outcome` as in `Migrated`, or `lost` if an engine or the detokenizer died meanwhile."""
 
     request_id: str
     reason: str  # drain | balance

@@ -43,8 +43,8 @@ class RestartPolicy:
             now: monotonic seconds.
             lived_s: how long the child has lived.
             jitter: uniform in [0, 1); spreads the delay over its second half.
-            code: the exit code; with 0 a child leaves that was asked to, as in a rolling restart: it comes back at once,
-                and is not held against it.
+            code: the exit code; with 0 a child leaves that was asked to, as in a rolling restart: it comes back at
+                once, and that is not held against it.
         """
         limits = self.limits
         if code == 0 and lived_s >= limits.asked_after_s:

@@ -1,7 +1,7 @@
 """Every process but the edge is restarted by SIGTERM, one after another, under load; then the edge too.
 
-No request may fail while the others leave, and none of those that the edge had accepted before it was asked to: every text
-equals that of an undisturbed run. The last line is one JSON object.
+No request may fail while the others leave, and none of those that the edge had accepted before it was asked to: every
+text equals that of an undisturbed run. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`headrace ps`: the actors that speak on the bus right now, and the processes that do not run as they should, with why."""
+"""`headrace ps`: the actors that speak on the bus right now, the processes that do not run, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from schemas.messages import ChildReport, Heartbeat, SupervisorReport
 from schemas.settings import Settings
 
 LISTEN_S = 0.6  # two heartbeats and some
-STATE_COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red", "backoff": "yellow", "crash_loop": "red"}
+STATE_COLOURS = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "yellow",
+    "backoff": "yellow",
+    "failed": "red",
+    "crash_loop": "red",
+}
 
 
 async def gather(
