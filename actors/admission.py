@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal, cast
 import orjson
 
 from actors import ownership as own
-from actors import replies
+from actors import rebalance, replies
 from actors.in_flight import InFlight
 from actors.keeping import above
 from actors.pinning import Pinning
 from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, place
 from actors.placement_metrics import PlacementMetrics
+from actors.rebalance import Rebalancer
 from actors.records import Records
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
@@ -47,6 +48,8 @@ class AdmissionConfig:
     """Settings of admission.
 
     `whole_below`: prompts of fewer tokens may run whole on a decode engine (`actors.placement`).
+    `warm_classes`: of requests whose KV is stored while they run; the field `warm_failover` of a request comes first.
+    `rebalance`: whether running requests move from full engines to idle ones.
     `tenant_header`: header of native requests that names the tenant; empty: all have the same one.
     """
 
@@ -54,6 +57,8 @@ class AdmissionConfig:
     default_deadline_s: float = 600.0
     whole_below: int = WHOLE_BELOW_TOKENS
     tenant_header: str = ""
+    warm_classes: frozenset[str] = frozenset()
+    rebalance: bool = True
 
 
 @dataclass(slots=True)
@@ -84,6 +89,8 @@ class AdmissionActor(Actor):
         )
         self._records = Records(context, self._table, self._perform, self._accept)
         self._in_flight = InFlight()
+        self._rebalancer = Rebalancer() if config.rebalance else None
+        self._look_at = 0.0
         self._terminals: dict[str, _OwnTerminal] = {}
         self._pinning = Pinning(context, config.models)
         self._where = Whereabouts(context)
@@ -266,6 +273,7 @@ class AdmissionActor(Actor):
             created=msg.created if msg.created is not None else int(wall),
             deadline=deadline,
             cache_salt=parsed.cache_salt,
+            warm=parsed.warm_failover if parsed.warm_failover is not None else chosen in self.config.warm_classes,
             reply=msg.reply,
             owner=self.ref,
             backup=backup,
@@ -383,6 +391,7 @@ class AdmissionActor(Actor):
             fence = above(held.keep.fence, f"{self.ref.id}.{self.ref.epoch}")
             self._write_terminal(held.keep.request_id, held.keep.record.reply, fence, error)
             self._requests.labels(error.code).inc()
+        self._rebalance(now)
         self._pinning.tick(now)
         self._where.index.tick(now)
         for msg, _ in list(self._early.values()):
@@ -561,6 +570,18 @@ class AdmissionActor(Actor):
         if target is not None:
             self._in_flight.sent(target, SEQUENCE_TOKENS * record.num_choices, record.request_id, now)
         return target
+
+    def _rebalance(self, now: float) -> None:
+        """Look for a move that pays, a few times a second."""
+        if self._rebalancer is None or now < self._look_at or not len(self._table):
+            return
+        self._look_at = now + rebalance.EVERY_S
+        engines = [e for kind in ("decode", "both") for e in self._members(kind)]
+        if len(engines) < 2 or not any(e.load.get("waiting") for e in engines):
+            engines = []  # nobody waits
+        move = self._rebalancer.decide(engines, self._table.runners() if engines else [], now)
+        if move is not None:
+            self._perform(self._table.move(move.request_id, move.to, "balance", now))
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer."""

@@ -468,7 +468,7 @@ class EngineActor(Actor):
                 self.source.on_held(work, key, sampled, result.held_blocks[key])
         self.emit(touched.values())
         self.destination.retry()
-        if result.held or result.ended:
+        if result.held or result.ended or any(work.record.warm for work in touched.values()):
             self.prefix.computed()
 
     def emit(self, works: Any) -> None:

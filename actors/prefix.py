@@ -14,7 +14,7 @@ from actors.kv_index import KvIndex
 from actors.work import Work, salt_of
 from engine.core import Candidate, EngineCore
 from engine.sequence import Key, Sequence
-from kvstore.block import BLOCK_TOKENS, chain_hashes
+from kvstore.block import BLOCK_TOKENS, sequence_hashes
 from schemas import messages as m
 from schemas.record import Fence
 from schemas.subjects import Ref
@@ -95,9 +95,10 @@ class PrefixStore:
             self._add(work, sequences)
             return
         tokens, root = sequences[0].tokens, self._engine.root(salt_of(work.record))
+        prompt_len = len(sequences[0].prompt_ids)
 
         def missing() -> tuple[list[bytes], list[bytes]]:
-            hashes = chain_hashes(tokens[: len(tokens) - 1], root=root)
+            hashes = sequence_hashes(tokens[: len(tokens) - 1], prompt_len, root=root, warm=work.record.warm)
             have = pool.peek(hashes)[0]
             return hashes[have:], [root, *hashes][have : len(hashes)]
 

@@ -122,6 +122,7 @@ class Work:
             num_first=max(1, num_first),
             salt=salt_of(record),
             tenant=record.tenant,
+            warm=record.warm,
             deadline=record.deadline,
             arrival=arrival,
             priority=CLASSES.index(record.request_class),

@@ -502,21 +502,26 @@ class EngineCore:
         """Make full, computed blocks known by their hash."""
         seq = live.seq
         full = seq.num_computed // BLOCK_TOKENS
-        if not self._cache_outputs and full > live.prompt_hashes:
+        if not self._cache_outputs and not seq.warm and full > live.prompt_hashes:
             full = live.prompt_hashes
         if full <= seq.num_hashed:
             return
         live.extend_hashes(full)
         for index in range(seq.num_hashed, full):
             self.pool.publish(seq.blocks[index], live.hashes[index], live.parent(index))
+            if seq.warm and index >= live.prompt_hashes:
+                self._offer_block(live, index)
         seq.num_hashed = full
 
     def _offer(self, live: Live) -> None:
         """A prompt is complete: its blocks are worth storing, unless they came from a tier."""
         seq = live.seq
         for index in range(seq.num_cached // BLOCK_TOKENS, live.prompt_hashes):
-            digest = live.hashes[index]
-            self._candidates.append(Candidate(digest, live.parent(index), seq.blocks[index], seq.tenant))
+            self._offer_block(live, index)
+
+    def _offer_block(self, live: Live, index: int) -> None:
+        seq = live.seq
+        self._candidates.append(Candidate(live.hashes[index], live.parent(index), seq.blocks[index], seq.tenant))
 
     def _hold(self, live: Live) -> HeldBlocks:
         self._roster.hold(live)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.plan import Row, Sampled
 from engine.prefills import Prefill
 from engine.sequence import Key, Phase, Sequence
-from kvstore.block import BLOCK_TOKENS, chain_hashes
+from kvstore.block import BLOCK_TOKENS, answer_start, chain_hashes, sequence_hashes
 from schemas.errors import BadRequest, ContextTooLong
 from schemas.messages import BlockRef
 
@@ -39,7 +39,8 @@ class Live:
         self.root = root
         self.place = place  # where it stands in a line: its rank, then the order of coming
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
-        self.hashes = chain_hashes(self.context, root=root)  # of full blocks, as far as they were needed
+        # Of full blocks, as far as they were needed.
+        self.hashes = sequence_hashes(self.context, len(seq.prompt_ids), root=root, warm=seq.warm)
         self.prompt_hashes = len(seq.prompt_ids) // BLOCK_TOKENS
 
     @property
@@ -61,7 +62,10 @@ class Live:
         have = len(self.hashes)
         if num_blocks > have:
             ids = self.context[have * BLOCK_TOKENS : num_blocks * BLOCK_TOKENS]
-            self.hashes += chain_hashes(ids, root=self.root, start=self.parent(have))
+            start = self.parent(have)
+            if self.seq.warm and have == self.prompt_hashes:
+                start = answer_start(start)
+            self.hashes += chain_hashes(ids, root=self.root, start=start)
 
     def restart(self) -> None:
         """Back to the queue: everything is computed again."""

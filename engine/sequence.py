@@ -42,6 +42,7 @@ class Sequence:
     num_first: int = 1  # hand-off: how many choices share this prompt (each gets a first token)
     salt: str = ""  # tenant salt of the block-hash chain
     tenant: str = "default"
+    warm: bool = False  # the blocks of its answer are stored as they fill, for who resumes it
     deadline: float = 0.0  # Unix seconds
     arrival: float = 0.0  # monotonic seconds
     priority: int = 0  # class: 0 comes first

@@ -139,6 +139,8 @@ def _admission(context: Context, *, parts: Parts) -> Actor:
         models=tuple(parts.names),
         default_deadline_s=parts.settings.default_deadline_s,
         tenant_header=parts.settings.tenant_header,
+        warm_classes=parts.settings.warm_classes,
+        rebalance=parts.settings.rebalance,
     )
     return AdmissionActor(context, config=config)
 

@@ -49,6 +49,31 @@ def chain_hashes(token_ids: Sequence[int], *, root: bytes, start: bytes | None =
     return out
 
 
+def answer_start(parent: bytes) -> bytes:
+    """Return where the chain of an answer's blocks goes on after its prompt's full blocks.
+
+    Blocks that decode wrote are kept for who resumes the answer, and under hashes that no prompt can meet: not every
+    kernel gives a position the same bits in both ways of computing it.
+    """
+    return hashlib.blake2b(parent, digest_size=HASH_NBYTES, person=b"answer").digest()
+
+
+def sequence_hashes(token_ids: Sequence[int], prompt_len: int, *, root: bytes, warm: bool) -> list[bytes]:
+    """Return the hashes of the full blocks of prompt and answer.
+
+    Args:
+        token_ids: both, one behind the other.
+        prompt_len: how many of them are the prompt's.
+        root: the chain's start.
+        warm: whether the blocks behind the prompt's have the chain of `answer_start`.
+    """
+    if not warm:
+        return chain_hashes(token_ids, root=root)
+    cut = prompt_len // BLOCK_TOKENS * BLOCK_TOKENS
+    head = chain_hashes(token_ids[:cut], root=root)
+    return head + chain_hashes(token_ids[cut:], root=root, start=answer_start(head[-1] if head else root))
+
+
 def num_blocks_for(num_tokens: int) -> int:
     """Return how many blocks hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_TOKENS)

@@ -31,6 +31,7 @@ ACCEPTED = frozenset(
         "model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens",
         "max_completion_tokens", "n", "ignore_eos", "deadline_ms", "class", "user", "metadata", "presence_penalty",
         "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "cache_salt",
+        "warm_failover",
     }
 )  # fmt: skip
 INPUT: dict[str, str] = {"chat": "messages", "completion": "prompt"}
@@ -88,6 +89,7 @@ class ParsedRequest:
     deadline_ms: int | None
     request_class: RequestClass | None
     cache_salt: str
+    warm_failover: bool | None  # None: as its class says
     unknown_fields: tuple[str, ...]
 
     @property
@@ -141,6 +143,7 @@ def parse_request(
     deadline_ms = read_int(body, "deadline_ms", 1, MAX_DEADLINE_MS)
     request_class = parse_class(body.get("class"), "class")
     cache_salt = _cache_salt(body)
+    warm = None if body.get("warm_failover") is None else read_bool(body, "warm_failover", False)
     form: PromptsForm | None = None
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
@@ -157,7 +160,7 @@ def parse_request(
     return ParsedRequest(
         api=cast(Api, api), model=model, sampling=sampling, seed=seed, max_tokens=max_tokens, n=n, stream=stream,
         include_usage=include_usage, prompts_form=form, prompts=prompts, messages=messages, deadline_ms=deadline_ms,
-        request_class=request_class, cache_salt=cache_salt,
+        request_class=request_class, cache_salt=cache_salt, warm_failover=warm,
         unknown_fields=tuple(name[:60] for name in sorted(unknown)[:20]),
     )  # fmt: skip
 

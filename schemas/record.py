@@ -93,6 +93,7 @@ class Record(Model):
     traceparent: str = ""
     reserved_tokens: int = 0  # quota reservation, for keepers
     cache_salt: str = ""
+    warm: bool = False  # its KV is stored while it runs, so that a survivor loads it
     prompt_ids: list[list[int]] = []
 
     @property

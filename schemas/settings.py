@@ -117,6 +117,10 @@ class Settings(BaseSettings):
 
     # Time
     default_deadline_s: Seconds = Field(600.0, description="deadline of a request that states none")
+    warm_failover: str = Field(
+        "", description="classes whose KV is stored as they run, so that a failover loads it; empty: none"
+    )
+    rebalance: bool = Field(True, description="move running requests from engines with a queue to idle ones")
     drain_limit_s: Annotated[float, Field(ge=0)] = Field(30.0, description="how long a stop waits for running work")
     keepalive_s: Seconds = Field(10.0, description="longest silence of a stream before a keepalive comment")
     frozen_kill_s: Seconds = Field(10.0, description="a node without a heartbeat for so long is killed")
@@ -135,6 +139,14 @@ class Settings(BaseSettings):
         kind, colon, _ = value.partition(":")
         if kind not in (*REAL_ENGINES, "scripted", "null") or (colon and kind in REAL_ENGINES):
             raise ValueError("must be auto, native, torch, scripted, scripted:FILE, null or null:SPEC")
+        return value
+
+    @field_validator("warm_failover")
+    @classmethod
+    def _known_classes(cls, value: str) -> str:
+        unknown = set(filter(None, value.replace(",", " ").split())) - {"interactive", "agent", "batch"}
+        if unknown:
+            raise ValueError(f"must be a list of interactive, agent, batch; {', '.join(sorted(unknown))} is none")
         return value
 
     @field_validator("http")
@@ -162,6 +174,11 @@ class Settings(BaseSettings):
         if self.kv_format != "raw" and (not self.real_engine or self.dtype == "float32"):
             raise ValueError("kv_format rounds the KV of a model in bfloat16: other engines and float32 keep it raw")
         return self
+
+    @property
+    def warm_classes(self) -> frozenset[str]:
+        """Classes of requests whose KV is stored while they run."""
+        return frozenset(filter(None, self.warm_failover.replace(",", " ").split()))
 
     @property
     def real_engine(self) -> bool:
