@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 import orjson
 
 from actors import ownership as own
-from actors import rebalance, replies
+from actors import replies
 from actors.in_flight import InFlight
 from actors.keeping import above
 from actors.pinning import Pinning
@@ -90,7 +90,6 @@ class AdmissionActor(Actor):
         self._records = Records(context, self._table, self._perform, self._accept)
         self._in_flight = InFlight()
         self._rebalancer = Rebalancer() if config.rebalance else None
-        self._look_at = 0.0
         self._terminals: dict[str, _OwnTerminal] = {}
         self._pinning = Pinning(context, config.models)
         self._where = Whereabouts(context)
@@ -425,9 +424,7 @@ class AdmissionActor(Actor):
                     self._log_ended(d)
                 case own.MoveEnded():
                     self._moves.labels(d.reason, d.outcome).inc()
-                    self.context.telemetry.log.info(
-                        "migration", request_id=d.request_id, reason=d.reason, outcome=d.outcome
-                    )
+                    self.context.telemetry.log.info("move", request_id=d.request_id, why=d.reason, outcome=d.outcome)
                 case own.Failover():
                     self._failovers.labels(d.kind, d.reason).inc()
                     self.context.telemetry.log.info("failover", request_id=d.request_id, kind=d.kind, reason=d.reason)
@@ -565,23 +562,19 @@ class AdmissionActor(Actor):
     def _choose_target(self, record: Record, avoid: frozenset[Ref]) -> Ref | None:
         """Return the engine with the least to do that a running request can move to; what it will get is counted."""
         now = self.clock.now()
-        able = [e for kind in ("decode", "both") for e in self._members(kind) if e.ref not in avoid]
-        target = least_loaded(able, self._sent_since(now), now)
+        engines = [e for kind in ("decode", "both") for e in self._members(kind) if e.ref not in avoid]
+        target = least_loaded(engines, self._sent_since(now), now)
         if target is not None:
             self._in_flight.sent(target, SEQUENCE_TOKENS * record.num_choices, record.request_id, now)
         return target
 
     def _rebalance(self, now: float) -> None:
         """Look for a move that pays, a few times a second."""
-        if self._rebalancer is None or now < self._look_at or not len(self._table):
-            return
-        self._look_at = now + rebalance.EVERY_S
-        engines = [e for kind in ("decode", "both") for e in self._members(kind)]
-        if len(engines) < 2 or not any(e.load.get("waiting") for e in engines):
-            engines = []  # nobody waits
-        move = self._rebalancer.decide(engines, self._table.runners() if engines else [], now)
-        if move is not None:
-            self._perform(self._table.move(move.request_id, move.to, "balance", now))
+        if self._rebalancer is not None and self._rebalancer.due(now):
+            engines = [e for kind in ("decode", "both") for e in self._members(kind)]
+            move = self._rebalancer.decide(engines, self._table.runners, now)
+            if move is not None:
+                self._perform(self._table.move(move.request_id, move.to, "balance", now))
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer."""

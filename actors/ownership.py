@@ -7,162 +7,38 @@ under a higher fence; so every failover, redirect and first run is the same code
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actors import moves
+from actors.owned import (
+    Accept,
+    Anycast,
+    Directive,
+    Ended,
+    Failover,
+    MoveEnded,
+    Offer,
+    Owned,
+    Send,
+    Stage,
+    Terminal,
+)
 from actors.placement import Placement
 from schemas import messages as m
 from schemas.errors import Cancelled, DeadlineExceeded, HeadraceError, from_info
 from schemas.record import Fence, Record
 from schemas.subjects import Ref
 
+__all__ = [
+    "Accept", "Anycast", "Directive", "Ended", "Failover", "MoveEnded", "Offer", "Owned", "Ownership", "Send", "Stage",
+    "Terminal",
+]  # fmt: skip
+
 RESEND_S = 0.2
 OWNER_GRACE_S = 0.3  # the detokenizer ends a stream at its deadline, the owner this much later
 CLOSING_S = 2.0
 MAX_OPEN = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to one actor."""
-
-    to: Ref
-    message: m.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Anycast:
-    """Send a message to any actor of a kind."""
-
-    kind: str
-    message: m.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Terminal:
-    """Write the terminal frame of a request from here: no detokenizer holds it."""
-
-    record: Record
-    fence: Fence
-    error: HeadraceError
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """Tell the client who owns its request now: nothing is written under a lower fence any more."""
-
-    record: Record
-    fence: Fence
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The request is over: settle quota, write the log line, count."""
-
-    record: Record
-    outcome: str  # a finish reason, or the error's code
-    finished: m.Finished | None
-    failovers: int
-    accepted_at: float
-    timeline: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Failover:
-    """Something that served the request is gone; counted by what and why."""
-
-    request_id: str
-    kind: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveEnded:
-    """A move is over; `outcome` as in `Migrated`, or `lost` if an engine or the detokenizer died meanwhile."""
-
-    request_id: str
-    reason: str  # drain | balance
-    outcome: str
-
-
-Directive = Send | Anycast | Terminal | Accept | Ended | Failover | MoveEnded
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A move that the source was asked for: where to, and the fence that the request has there."""
-
-    to: Ref
-    fence: Fence
-    reason: str
-
-
-class Stage(enum.Enum):
-    """Whether a request is being served or only cleaned up."""
-
-    OPEN = "open"
-    CLOSING = "closing"
-
-
-@dataclass(slots=True)
-class Owned:
-    """All that the owner knows of one request."""
-
-    record: Record
-    fence: Fence
-    body: dict[str, Any]
-    accepted_at: float  # monotonic
-    deadline: float  # monotonic
-    max_tokens: int | None
-    stage: Stage = Stage.OPEN
-    tokenized: bool = False
-    detok: Ref | None = None
-    opened: bool = False
-    ever_dispatched: bool = False
-    ids_current: bool = True  # whether `outputs` is what the detokenizer holds under this fence
-    outputs: list[list[int]] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    placement: Placement | None = None
-    dispatched: bool = False
-    started: bool = False  # decode runs it after a hand-off
-    redirect: bool = False  # the engine must still be told of a new detokenizer
-    probing: bool = False
-    suspects: set[Ref] = field(default_factory=set)
-    to_close: dict[Ref, m.Close] = field(default_factory=dict)
-    next_send: float = 0.0
-    closing_until: float = 0.0
-    failovers: int = 0
-    retry_at: float = 0.0
-    error: HeadraceError | None = None  # given to the detokenizer to write
-    adopted: bool = False  # from a dead owner: an engine that runs is told before its detokenizer
-    claims: set[Ref] = field(default_factory=set)  # detokenizers that have not said yet whether they hold it
-    hold_until: float = 0.0  # whoever holds something of an adopted request may speak up until then
-    announce: bool = False  # the client has not heard of this owner yet
-    offer: Offer | None = None  # it may run there under the offer's fence already
-    offered: int = 0  # the highest n that was ever offered: never used again
-    leaving: Ref | None = None  # the engine that drains, while the request runs there
-    timeline: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def engines(self) -> list[Ref]:
-        """The engines that may hold work of it now."""
-        if self.placement is None:
-            return []
-        engines = [self.placement.first] + ([self.placement.decode] if self.placement.decode else [])
-        return engines if self.offer is None else [*engines, self.offer.to]
-
-    def next_fence(self) -> Fence:
-        """Return the fence of the next try: above this one, and above all that were offered."""
-        return Fence(self.fence.term, self.fence.owner, max(self.fence.n, self.offered) + 1)
-
-    @property
-    def runner(self) -> Ref | None:
-        """The engine that makes, or will make, its items."""
-        if self.placement is None:
-            return None
-        return self.placement.decode or self.placement.first
 
 
 class Ownership:
@@ -329,7 +205,7 @@ class Ownership:
         if owned is None or owned.placement is None:
             return []
         if owned.offer is not None and msg.started and (sender, msg.fence) == (owned.offer.to, owned.offer.fence):
-            return self._moved(owned, now)
+            return moves.moved(owned, self._me, self._is_up)
         if msg.fence != owned.fence:
             return []
         if msg.error is not None:
@@ -370,7 +246,7 @@ class Ownership:
         if owned is None or offer is None or msg.next != offer.fence or sender != owned.runner:
             return []
         if msg.outcome == "moved":
-            return self._moved(owned, now)
+            return moves.moved(owned, self._me, self._is_up)
         ended = MoveEnded(msg.request_id, offer.reason, msg.outcome)
         if msg.outcome == "doubtful" or (msg.outcome == "unfit" and owned.leaving is not None):
             reason = "drain" if owned.leaving is not None else "migration"
@@ -381,13 +257,7 @@ class Ownership:
     def move(self, request_id: str, to: Ref, reason: str, now: float) -> list[Directive]:
         """Offer a running request to another engine, if nothing else goes on with it."""
         owned = self._open(request_id)
-        if owned is None or not owned.started or owned.offer or owned.redirect or owned.probing or owned.error:
-            return []
-        if owned.runner is None or owned.runner == to:
-            return []
-        fence = owned.next_fence()
-        owned.offer, owned.offered = Offer(to, fence, reason), fence.n
-        return self._migrate(owned)
+        return [] if owned is None else moves.offer(owned, self._me, to, reason)
 
     def runners(self) -> list[tuple[str, Ref]]:
         """Return the requests that could be moved, oldest first, and where they run."""
@@ -461,7 +331,7 @@ class Ownership:
                 continue
             if o.offer is not None and ref == o.offer.to and ref != o.detok:
                 if reason != "drain":
-                    out += self._migrate(o)  # the source knows whether it may run there already
+                    out += moves.migrate(o, self._me)  # the source knows whether it may run there already
                 continue
             if ref == o.detok and o.error is not None:
                 out += self._end_with(o, o.error, now)
@@ -495,7 +365,7 @@ class Ownership:
         o.next_send = now + RESEND_S
         if now < o.hold_until:
             o.next_send = min(o.next_send, o.hold_until)
-            return [Send(ref, m.Claim(**self._head(o))) for ref in sorted(o.claims)]
+            return [Send(ref, m.Claim(**o.head())) for ref in sorted(o.claims)]
         if o.detok is None or not self._is_up(o.detok):
             o.detok, o.opened = self._choose_detokenizer(o.record), False
         out: list[Directive] = []
@@ -518,7 +388,7 @@ class Ownership:
             if now < o.retry_at:
                 return out
             if not o.ids_current and o.detok is not None:
-                return [Send(o.detok, m.FenceIds(**self._head(o)))]
+                return [Send(o.detok, m.FenceIds(**o.head()))]
             o.placement = self._choose_engines(o.record, frozenset(o.suspects))
             o.dispatched = o.started = False
         if o.placement is None or o.detok is None:
@@ -529,22 +399,14 @@ class Ownership:
         elif o.probing:
             out += self._redirect(o)
         elif o.offer is not None:
-            out += self._migrate(o)
+            out += moves.migrate(o, self._me)
         elif o.leaving is not None:
             out += self._leave(o, now)
         return out
 
-    def _head(self, o: Owned) -> dict[str, Any]:
-        return {
-            "request_id": o.record.request_id,
-            "fence": o.fence,
-            "deadline": o.record.deadline,
-            "traceparent": o.record.traceparent,
-        }
-
     def _tokenize(self, o: Owned) -> m.Tokenize:
         return m.Tokenize(
-            **self._head(o),
+            **o.head(),
             api=o.record.api,
             body=o.body,
             limit=self._context_limit(),
@@ -553,11 +415,11 @@ class Ownership:
         )
 
     def _open_message(self, o: Owned) -> m.Open:
-        return m.Open(**self._head(o), record=o.record)
+        return m.Open(**o.head(), record=o.record)
 
     def _dispatch(self, o: Owned, placement: Placement, detok: Ref) -> m.Dispatch:
         return m.Dispatch(
-            **self._head(o),
+            **o.head(),
             record=o.record,
             detokenize=detok,
             decode=placement.decode,
@@ -569,44 +431,15 @@ class Ownership:
     def _redirect(self, o: Owned) -> list[Directive]:
         if o.runner is None or o.detok is None:
             return []
-        return [Send(o.runner, m.Redirect(**self._head(o), detokenize=o.detok, reply=self._me))]
+        return [Send(o.runner, m.Redirect(**o.head(), detokenize=o.detok, reply=self._me))]
 
     # --- moves ----------------------------------------------------------------------------------
-
-    def _migrate(self, o: Owned) -> list[Directive]:
-        if o.runner is None or o.offer is None:
-            return []
-        offer = m.Migrate(**self._head(o), to=o.offer.to, next=o.offer.fence, reply=self._me)
-        return [Send(o.runner, offer)]
 
     def _leave(self, o: Owned, now: float) -> list[Directive]:
         """Move a request off a draining engine; without another one it goes on there, and is looked at again."""
         assert self._choose_target is not None and o.leaving is not None
         to = self._choose_target(o.record, frozenset({*o.suspects, o.leaving}))
         return [] if to is None else self.move(o.record.request_id, to, "drain", now)
-
-    def _moved(self, o: Owned, now: float) -> list[Directive]:
-        """It runs at the other engine: from now on under the offer's fence."""
-        offer, source = o.offer, o.runner
-        assert offer is not None and source is not None and o.placement is not None
-        o.fence, o.offer, o.leaving = offer.fence, None, None
-        o.placement = replace(o.placement, first=offer.to, decode=None)
-        o.dispatched = o.started = True
-        out: list[Directive] = [MoveEnded(o.record.request_id, offer.reason, "moved")]
-        if self._is_up(source):
-            o.to_close[source] = m.Close(**self._head(o), reason="fenced", reply=self._me)
-            out.append(Send(source, o.to_close[source]))
-        return out
-
-    def _drop_offer(self, o: Owned) -> list[Directive]:
-        """Something is lost in the middle of a move; the fence has been raised above the offer's."""
-        offer, o.offer, o.leaving = o.offer, None, None
-        if offer is None:
-            return []
-        close = m.Close(**self._head(o), reason="fenced", reply=self._me)
-        if self._is_up(offer.to):
-            o.to_close[offer.to] = close
-        return [MoveEnded(o.record.request_id, offer.reason, "lost"), Send(offer.to, close)]
 
     # --- losses ---------------------------------------------------------------------------------
 
@@ -637,7 +470,7 @@ class Ownership:
         """Strike the engines out under the present fence; they are told to drop their work."""
         out: list[Directive] = []
         for ref in o.engines:
-            close = m.Close(**self._head(o), reason="fenced", reply=self._me)
+            close = m.Close(**o.head(), reason="fenced", reply=self._me)
             out.append(Send(ref, close))
             if self._is_up(ref):
                 o.to_close[ref] = close
@@ -651,9 +484,10 @@ class Ownership:
     def _lose_detok(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
         o.failovers += 1
         o.fence = o.next_fence()
-        out: list[Directive] = [Failover(o.record.request_id, ref.kind, reason), *self._drop_offer(o)]
+        out: list[Directive] = [Failover(o.record.request_id, ref.kind, reason)]
+        out += moves.drop_offer(o, self._me, self._is_up)
         if self._is_up(ref) or reason in ("silent", "drain"):
-            o.to_close[ref] = m.Close(**self._head(o), reason="fenced", reply=self._me)
+            o.to_close[ref] = m.Close(**o.head(), reason="fenced", reply=self._me)
             out.append(Send(ref, o.to_close[ref]))
         o.detok = self._choose_detokenizer(o.record)
         o.opened = False
@@ -682,11 +516,11 @@ class Ownership:
         """End with an error: the detokenizer writes it if it holds the request, otherwise this owner does."""
         if o.opened and o.detok is not None and self._is_up(o.detok):
             for ref in o.engines:
-                o.to_close[ref] = m.Close(**self._head(o), reason="error", reply=self._me)
+                o.to_close[ref] = m.Close(**o.head(), reason="error", reply=self._me)
             o.placement, o.dispatched, o.redirect, o.ids_current = None, False, False, True
             o.retry_at = float("inf")  # nothing more is placed; its `Finished` will end it
             o.error = error
-            o.to_close[o.detok] = m.Close(**self._head(o), reason="error", error=error.info(), reply=self._me)
+            o.to_close[o.detok] = m.Close(**o.head(), reason="error", error=error.info(), reply=self._me)
             return [Send(to, msg) for to, msg in o.to_close.items()]
         o.fence = o.next_fence()
         o.timeline["ended"] = now
@@ -709,7 +543,7 @@ class Ownership:
         if reason == "finish":
             targets = [r for r in targets if r != o.detok]
         o.to_close = {
-            ref: m.Close(**self._head(o), reason=reason, reply=self._me) for ref in targets if self._is_up(ref)
+            ref: m.Close(**o.head(), reason=reason, reply=self._me) for ref in targets if self._is_up(ref)
         }
         o.body = {}
         return [Send(to, msg) for to, msg in o.to_close.items()]
@@ -733,7 +567,7 @@ class Ownership:
 
     def close_elsewhere(self, owned: Owned, ref: Ref) -> list[Directive]:
         """Return what tells an actor that the request is served without it, under the present fence."""
-        close = m.Close(**self._head(owned), reason="fenced", reply=self._me)
+        close = m.Close(**owned.head(), reason="fenced", reply=self._me)
         owned.to_close[ref] = close
         return [Send(ref, close)]
 

@@ -10,7 +10,7 @@ what ends makes room by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,14 +46,24 @@ class Rebalancer:
 
     _since: dict[tuple[Ref, Ref], float] = field(default_factory=dict)  # pairs that could do with a move
     _next_at: float = 0.0
+    _look_at: float = 0.0
     _moved: dict[str, float] = field(default_factory=dict)
 
-    def decide(self, engines: Sequence[Engine], runners: Sequence[tuple[str, Ref]], now: float) -> Rebalance | None:
+    def due(self, now: float) -> bool:
+        """Whether it is time to look again; moves the timer on."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + EVERY_S
+        return True
+
+    def decide(
+        self, engines: Sequence[Engine], runners: Callable[[], Sequence[tuple[str, Ref]]], now: float
+    ) -> Rebalance | None:
         """Return a move that pays, if there is one.
 
         Args:
             engines: those that can run requests, as their last heartbeats say.
-            runners: this owner's running requests, oldest first, and where they run.
+            runners: gives this owner's running requests, oldest first, and where they run.
             now: monotonic seconds.
         """
         full = [e.ref for e in engines if is_full(e.load)]
@@ -65,7 +75,7 @@ class Rebalancer:
         lasting = sorted((since, pair) for pair, since in self._since.items() if now - since >= HOLD_S)
         for _, (source, to) in lasting:
             # The youngest has most of its answer to come, and least to copy.
-            for request_id, at in reversed(runners):
+            for request_id, at in reversed(runners()):
                 if at == source and now - self._moved.get(request_id, -REST_S) >= REST_S:
                     self._remember(request_id, now)
                     return Rebalance(request_id, to)

@@ -30,13 +30,17 @@ class Member:
     load: dict[str, Any] = field(default_factory=dict)
 
 
+def mine() -> list[tuple[str, Ref]]:
+    """This owner's requests, oldest first."""
+    return [("old", A), ("young", A), ("elsewhere", B)]
+
+
 def engine(ref: Ref, **load: int) -> Member:
     """A member with room for four."""
     return Member(ref, {"max_running": 4, "free_blocks": 500, "total_blocks": 512, **load})
 
 
 FULL = engine(A, running=4, waiting=2)
-MINE = [("old", A), ("young", A), ("elsewhere", B)]
 
 
 def test_the_youngest_request_of_a_full_engine_moves_to_an_idle_one() -> None:
@@ -44,13 +48,13 @@ def test_the_youngest_request_of_a_full_engine_moves_to_an_idle_one() -> None:
     policy = Rebalancer()
     engines = [FULL, engine(B)]
 
-    assert policy.decide(engines, MINE, 10.0) is None
-    assert policy.decide(engines, MINE, 10.0 + HOLD_S / 2) is None
-    assert policy.decide(engines, MINE, 10.0 + HOLD_S) == Rebalance("young", B)
-    assert policy.decide(engines, MINE, 10.0 + HOLD_S + EVERY_S / 2) is None
-    assert policy.decide(engines, MINE, 10.0 + HOLD_S + EVERY_S) == Rebalance("old", B)
-    assert policy.decide(engines, MINE, 12.0 + HOLD_S) is None
-    assert policy.decide(engines, MINE, 10.0 + HOLD_S + REST_S) == Rebalance("young", B)
+    assert policy.decide(engines, mine, 10.0) is None
+    assert policy.decide(engines, mine, 10.0 + HOLD_S / 2) is None
+    assert policy.decide(engines, mine, 10.0 + HOLD_S) == Rebalance("young", B)
+    assert policy.decide(engines, mine, 10.0 + HOLD_S + EVERY_S / 2) is None
+    assert policy.decide(engines, mine, 10.0 + HOLD_S + EVERY_S) == Rebalance("old", B)
+    assert policy.decide(engines, mine, 12.0 + HOLD_S) is None
+    assert policy.decide(engines, mine, 10.0 + HOLD_S + REST_S) == Rebalance("young", B)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +72,15 @@ def test_the_youngest_request_of_a_full_engine_moves_to_an_idle_one() -> None:
 def test_nothing_moves_where_it_would_not_pay(engines: list[Member]) -> None:
     """However long it lasts."""
     policy = Rebalancer()
-    assert all(policy.decide(engines, MINE, 10.0 + 0.5 * i) is None for i in range(20))
+    assert all(policy.decide(engines, mine, 10.0 + 0.5 * i) is None for i in range(20))
 
 
 def test_blocks_that_ran_out_count_like_slots() -> None:
     """A queue behind sequences that fill the pool."""
     policy = Rebalancer()
     engines = [engine(A, running=3, waiting=1, free_blocks=8), engine(B)]
-    policy.decide(engines, MINE, 0.0)
-    assert policy.decide(engines, MINE, HOLD_S) == Rebalance("young", B)
+    policy.decide(engines, mine, 0.0)
+    assert policy.decide(engines, mine, HOLD_S) == Rebalance("young", B)
 
 
 def test_a_moment_of_balance_begins_the_wait_anew() -> None:
@@ -84,7 +88,7 @@ def test_a_moment_of_balance_begins_the_wait_anew() -> None:
     policy = Rebalancer()
     for i in range(20):
         engines = [FULL, engine(B, running=i % 2)]
-        assert policy.decide(engines, MINE, 0.6 * i) is None
+        assert policy.decide(engines, mine, 0.6 * i) is None
 
 
 @pytest.mark.slow
