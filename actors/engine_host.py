@@ -46,6 +46,15 @@ STEP_LIMIT_S = 30.0
 SCHEMA_VERSION = 1
 
 
+def root_fields(runner: Runner) -> list[Any]:
+    """Return what every hash chain of a runner's blocks begins with; a tenant's part follows.
+
+    Its fingerprint names model, tokenizer and numerics, its layout the KV's type and form; the rest is rank and number
+    of tensor-parallel parts, adapter and its revision.
+    """
+    return [SCHEMA_VERSION, runner.fingerprint, runner.layout, 0, 1, None, None]
+
+
 class EngineActor(Actor):
     """Hosts one engine.
 
@@ -55,6 +64,7 @@ class EngineActor(Actor):
         make_drafter: called there too, with the runner; returns what guesses ids ahead, if anything.
         step_limit_s: with work and without a step for so long the engine counts as failed.
         directory, prefix: where the pool's file lies and how its name begins.
+        always_load: load what the store has of a prompt also where computing it is sooner.
     """
 
     tells_ease: ClassVar[bool] = True  # placement would pass over it for a quarter of a second
@@ -74,10 +84,12 @@ class EngineActor(Actor):
         make_drafter: Callable[[Runner], Drafter | None] | None = None,
         max_draft: int = MAX_DRAFT,
         step_limit_s: float = STEP_LIMIT_S,
+        always_load: bool = False,
     ) -> None:
         super().__init__(context)
         self._watchdog = Watchdog(step_limit_s)
         self.role = role
+        self.always_load = always_load
         self._make_runner = make_runner
         self._directory = directory
         self._pool_name = f"{prefix.removeprefix('headrace-')}{role}-{context.ref.id}"
@@ -132,7 +144,7 @@ class EngineActor(Actor):
             self.context.host,
         )
         self.pool.log_changes()
-        self._root_fields = [SCHEMA_VERSION, runner.fingerprint, runner.layout, 0, 1, None, None]
+        self._root_fields = root_fields(runner)
         core = EngineCore(
             runner,
             self.pool,

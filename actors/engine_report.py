@@ -33,6 +33,7 @@ class EngineReport:
         self._load = PrefillFit(LOAD_PRIOR)
         self._announcer = Announcer(context, DEVICE, subject=device_events(context.host))
         self._attached = False
+        self.costs = (PREFILL_PRIOR, LOAD_PRIOR)  # of prefills and of loads from memory, as last told
 
     def computed(self, prefills: Iterable[Prefill]) -> None:
         """Prompts were computed."""
@@ -45,7 +46,7 @@ class EngineReport:
 
     def load(self) -> dict[str, Any]:
         """Return what rides in heartbeats: a, b, c of a + b·T + c·T² for prefills, a and b for loads, a number."""
-        prefill, load = self._prefill.cost, self._load.cost
+        self.costs = prefill, load = self._prefill.cost, self._load.cost
         return {
             "prefill_cost": [prefill.fixed_s, prefill.per_token_s, prefill.per_square_s],
             "load_cost": [load.fixed_s, load.per_token_s],

@@ -7,10 +7,13 @@ computed. Nothing of this ever delays a step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from actors.kv_index import KvIndex
+from actors.load_choice import Offer, tokens_to_load
+from actors.ttft import Costs, LoadCost
 from actors.work import Work, salt_of
 from engine.core import Candidate, EngineCore
 from engine.sequence import Key, Sequence
@@ -46,10 +49,16 @@ class _Load:
     copying: bool = False
     began: float = 0.0
     slow: bool = False  # the store went to its disk
+    resident: int = 0  # blocks before `hashes`, which the engine's pool has
+    chosen: int = 0  # blocks that were found worth loading before the store was asked; 0: nobody knew of any
 
     @property
     def key(self) -> Key:
         return self.sequences[0].key
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences[0].num_tokens
 
 
 @dataclass(slots=True)
@@ -78,6 +87,8 @@ class PrefixStore:
         self._damaged = telemetry.counter("kv_blocks_damaged_total", "Stored blocks whose copy was not what was stored")
         self._stored = telemetry.counter("kv_blocks_stored_total", "Blocks stored in the host tier")
         self._skipped = telemetry.counter("kv_lookups_skipped_total", "Lookups not made: the index knew of no block")
+        self._dearer = telemetry.counter("kv_blocks_computed_total", "Stored blocks not loaded: to compute was sooner")
+        self._loads_at = self._disk_at = -math.inf  # when the last load began
         self.index = KvIndex(engine.context)
 
     @property
@@ -115,24 +126,78 @@ class PrefixStore:
             self._add(work, sequences)
             return
         hashes, parents = got
-        # Complete up to events on their way: what it does not know yet is computed, as if it had been stored later.
-        known = not self.index.complete(kv) or self.index.prefix(kv, hashes[:MIN_BLOCKS]) >= MIN_BLOCKS
-        if not known and not self._elsewhere(kv):
-            self._skipped.inc()
+        now = self._engine.clock.now()
+        load = _Load(work, sequences, hashes, now + LOOKUP_LIMIT_S, kv, began=now)
+        load.resident = (load.tokens - 1) // BLOCK_TOKENS - len(hashes)
+        if not self._worth_asking(load):
             self._add(work, sequences)
             return
-        now = self._engine.clock.now()
         ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
-        self._loads[ticket] = _Load(work, sequences, hashes, now + LOOKUP_LIMIT_S, kv, began=now)
+        self._loads[ticket] = load
         lookup = m.KvLookup(
             ticket=ticket,
-            hashes=hashes,
-            parents=parents,
+            hashes=load.hashes,
+            parents=parents[: len(load.hashes)],
             reply=self._engine.ref,
             block_s=self._block_s(),
             owner=owner_of(work.record.tenant),
         )
         self._engine.context.send(kv, lookup)
+
+    def _worth_asking(self, load: _Load) -> bool:
+        """Whether to ask the store, as far as the index tells; nothing that its disk is too slow for is asked for."""
+        kv = load.kv
+        if not self.index.complete(kv):
+            return True
+        # Complete up to events on their way: what it does not know yet is computed, as if it had been stored later.
+        total = self.index.prefix(kv, load.hashes)
+        if self._elsewhere(kv):
+            return True  # the store knows what is worth fetching
+        if total < MIN_BLOCKS:
+            self._skipped.inc()
+            return False
+        speed = self._disk_speed(kv)
+        memory = total if speed <= 0.0 else self.index.stored([kv], ["host"], load.hashes)
+        load.chosen = self._choose(load, memory, total, speed)
+        if load.chosen < total:  # else the store may have more by now
+            load.hashes = load.hashes[: load.chosen]
+        return load.chosen > 0
+
+    def _choose(self, load: _Load, memory: int, total: int, disk_speed: float = 0.0, *, asked: bool = False) -> int:
+        """Return how many of the stored blocks to load: `total` are stored, the first `memory` of them in memory."""
+        engine, now = self._engine, self._engine.clock.now()
+        if engine.always_load:
+            return total
+        prefill, loading = engine.report.costs
+        size = engine.pool.block_nbytes if engine.pool is not None else 0
+        costs = Costs(
+            prefill,
+            # Once the store has answered, only the copy is still to be paid.
+            LoadCost(1.0, 1.0 / max(loading.per_token_s, 1e-12), 0.0 if asked else loading.fixed_s),
+            disk=LoadCost(size / BLOCK_TOKENS, disk_speed) if disk_speed > 0.0 else None,
+        )
+        ends = [BLOCK_TOKENS * (load.resident + blocks) for blocks in (0, memory, total)]
+        queued = 0 if engine.thread is None else int(engine.thread.load.get("queued_tokens", 0))
+        end = tokens_to_load(
+            Offer(load.tokens, *ends),
+            costs,
+            queued_s=queued * prefill.per_token_s,
+            since_load_s=now - self._loads_at,
+            since_disk_s=now - self._disk_at,
+        )
+        take = end // BLOCK_TOKENS - load.resident
+        take = take if take >= MIN_BLOCKS else 0
+        self._dearer.inc(total - take)
+        if take > 0:
+            self._loads_at = now
+        if take > memory:
+            self._disk_at = now
+        return take
+
+    def _disk_speed(self, kv: Ref) -> float:
+        """Bytes per second of the store's disk, 0 without one."""
+        member = self._engine.context.membership.get(kv)
+        return 0.0 if member is None else float(member.load.get("disk_bytes_per_s", 0.0))
 
     def _elsewhere(self, kv: Ref) -> bool:
         """Whether this host's store knows of blocks on other hosts."""
@@ -168,6 +233,12 @@ class PrefixStore:
         transfer = self._engine.neighbour("transfer")
         if not msg.blocks:
             del self._loads[msg.ticket]  # there is no lease to give back
+            self._add(load.work, load.sequences)
+            return
+        count = len(msg.blocks)
+        if (count < load.chosen or load.chosen == 0) and not self._choose(load, count, count, asked=True):
+            del self._loads[msg.ticket]
+            self._engine.context.send(load.kv, m.KvRelease(ticket=msg.ticket))
             self._add(load.work, load.sequences)
             return
         if msg.pool is None or transfer is None or not len(msg.blocks) == len(msg.checksums) <= len(load.hashes):

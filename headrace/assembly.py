@@ -224,6 +224,7 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
         make_drafter=functools.partial(_drafter, parts),
         max_draft=settings.draft_tokens,
         step_limit_s=settings.step_limit_s,
+        always_load=settings.kv_load == "always" or not settings.real_engine,
     )
 
 

@@ -86,6 +86,9 @@ class Settings(BaseSettings):
     # Engines
     pool_tokens: int = Field(8192, ge=16, description="tokens of KV per engine; rounded down to blocks of 16")
     host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
+    kv_load: Literal["auto", "always"] = Field(
+        "auto", description="stored KV is loaded: auto (where computing it takes longer, if there is a model) | always"
+    )
     kv_format: Literal["raw", "int8", "fp8"] = Field(
         "raw", description="raw: exact | int8, fp8: KV rounded to 8 bits, half the bytes in host memory and on disk"
     )
