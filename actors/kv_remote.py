@@ -55,6 +55,7 @@ class _Fetch:
     transfer: Ref | None = None
     message: m.TransferJob | m.TransferAbort | None = None  # repeated until the transfer actor is done
     next_send: float = 0.0
+    expected: list[int] = field(default_factory=list)  # checksums of what is fetched
 
     @property
     def first(self) -> bytes:
@@ -79,7 +80,7 @@ class RemoteSide:
         self._ways: dict[str, Way] = {}
         self._paused: dict[str, tuple[float, float]] = {}  # host: until when, and for how long the next time
         self._number = 0
-        self._counts = dict.fromkeys("fetches fetched bytes failures late joined dearer".split(), 0)
+        self._counts = dict.fromkeys("fetches fetched kept bytes failures late joined dearer".split(), 0)
 
     def open(self, host: HostTier) -> None:
         """There is host memory to fetch into."""
@@ -177,12 +178,13 @@ class RemoteSide:
             self._end(fetch, failed=False)
             return
         fetch.transfer, fetch.until, fetch.next_send = transfer, now + FETCH_LIMIT_S, now + RESEND_S
+        fetch.expected = [msg.checksums[i] for i in places]
         fetch.message = m.TransferJob(
             request_id=fetch.ticket, fence=NOBODY, job=fetch.ticket, part=0, ticket=fetch.ticket,
             deadline=self._context.clock.wall() + FETCH_LIMIT_S, source=self._context.ref, dest=self._context.ref,
             source_pool=msg.pool, dest_pool=host.pool.handle(),
             source_blocks=[msg.blocks[i] for i in places], dest_blocks=staging.refs,
-            expected=[msg.checksums[i] for i in places],
+            expected=fetch.expected,
         )  # fmt: skip
         self._context.send(transfer, fetch.message)
 
@@ -204,10 +206,19 @@ class RemoteSide:
             way, total = self._ways.get(fetch.host, Way()), self._context.clock.now() - fetch.began
             self._ways[fetch.host] = way.learned(msg.nbytes, total, msg.elapsed_s)
             self._paused.pop(fetch.host, None)
-        elif msg.error is not None and msg.error.get("code") == "corrupt_block":
-            self._context.send(fetch.store, m.KvDamaged(hashes=fetch.hashes[fetch.held :]))
+        elif msg.error is not None:
+            self._keep(fetch, msg)
+            if msg.error.get("code") == "corrupt_block":
+                self._context.send(fetch.store, m.KvDamaged(hashes=fetch.hashes[fetch.held :]))
         self._over(fetch, failed=msg.error is not None)
         return True
+
+    def _keep(self, fetch: _Fetch, msg: m.TransferDone) -> None:
+        """Insert what came before the fetch failed: the next one need not bring it again."""
+        came = [found != 0 and found == told for found, told in zip(msg.checksums, fetch.expected, strict=False)]
+        if self._host is not None and any(came):
+            self._counts["kept"] += self._host.commit_some(fetch.ticket, msg.checksums, came)
+            self._counts["bytes"] += msg.nbytes
 
     def _over(self, fetch: _Fetch, *, failed: bool) -> None:
         """Nobody writes into staging any more."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from actors.transfer_peers import PeerConfig, Peers
+from actors.transfer_peers import PeerConfig, Peers, num_arrived
 from kvstore.errors import KvError, TransferCorrupt
 from kvstore.exports import copy_exported, open_pool
 from runtime.actor import Actor, Context
@@ -148,10 +148,13 @@ class TransferActor(Actor):
         except (KvError, OSError, ValueError) as exc:
             code = "corrupt_block" if isinstance(exc, TransferCorrupt) and not here else "transfer_failed"
             error = Unavailable(f"blocks could not be moved: {exc}", code=code)
+            if isinstance(exc, KvError) and not here and job.expected:
+                checksums = list(exc.arrived)
         elapsed = self.clock.now() - began
         if job.expected and not error and checksums != job.expected:
             error = Unavailable("a stored block is not what was stored", code="corrupt_block")
-        nbytes = 0 if error else len(job.source_blocks) * job.source_pool.block_nbytes
+        came = len(job.source_blocks) if error is None else 0 if here else num_arrived(checksums)
+        nbytes = came * job.source_pool.block_nbytes
         head = {
             "request_id": job.request_id,
             "fence": job.fence,
@@ -163,7 +166,7 @@ class TransferActor(Actor):
         done = m.TransferDone(
             **head,
             error=error.info() if error else None,
-            checksums=checksums,  # of a copy that was made, also if it is not what was expected
+            checksums=checksums,  # of a copy that was made, also if it is not what was expected, or only a part
             nbytes=nbytes,
             elapsed_s=elapsed,
         )

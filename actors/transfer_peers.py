@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kvstore.errors import PeerFailed
+from kvstore.errors import KvError, PeerFailed
 from kvstore.formats import stored_form
 from kvstore.handoff import PrivateMemory, copy_blocks
 from kvstore.shm import attach
@@ -190,7 +190,7 @@ class Peers:
         """Do a job whose source is on another host; returns the checksums of what lies verified in the destination.
 
         Raises:
-            KvError: if it cannot be done; nothing is written any more then.
+            KvError: if it cannot be done; nothing is written any more then. Some blocks may have come, see `arrived`.
             ValueError: if the job makes no sense.
         """
         if self._fetching >= MAX_FETCHES:
@@ -207,8 +207,10 @@ class Peers:
             deadline = clock.now() + limit
             loop = asyncio.get_running_loop()
             sums = await loop.run_in_executor(self._threads, lambda: _fetch(peer, job, should_stop, deadline))
-        except BaseException:
+        except BaseException as exc:
             self._counts["failed"] += 1
+            if isinstance(exc, KvError):
+                self._counts["fetched_bytes"] += num_arrived(exc.arrived) * job.source_pool.block_nbytes
             raise
         finally:
             self._fetching -= 1
@@ -254,6 +256,11 @@ class Peers:
         }
 
 
+def num_arrived(checksums: Sequence[int]) -> int:
+    """Return how many blocks have come, of those for which a checksum or 0 is told."""
+    return sum(each != 0 for each in checksums)
+
+
 def _place(bind: str) -> tuple[str, int]:
     """Return host and port of `HOST`, `HOST:PORT`, `[IPv6]`, `[IPv6]:PORT`, or an IPv6 address alone."""
     if bind.count(":") > 1 and not bind.startswith("["):
@@ -274,6 +281,10 @@ def _fetch(peer: Peer, job: m.TransferJob, should_stop: Callable[[], bool], dead
         part = slice(at, at + PACKED_AT_ONCE)
         some = replace(wanted, blocks=wanted.blocks[part], expected=wanted.expected[part])
         refs, to = own.refs(len(some.blocks)), job.dest_blocks[part]
-        sums += peer.fetch(some, own, refs, should_stop=should_stop, deadline=deadline)
+        try:
+            sums += peer.fetch(some, own, refs, should_stop=should_stop, deadline=deadline)
+        except KvError as exc:
+            exc.arrived = ()  # here, and not where they are to go
+            raise
         copy_blocks(own, refs, into, to, should_stop=should_stop)
     return sums

@@ -15,9 +15,17 @@ KvError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class KvError(Exception):
-    """Root of the errors about blocks."""
+    """Root of the errors about blocks.
+
+    `arrived` is of a fetch that failed on its way: for each block its checksum if it lies verified in the destination
+    all the same, 0 if not; empty if none does.
+    """
+
+    arrived: Sequence[int] = ()
 
 
 class PoolFull(KvError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from kvstore.block import BLOCK_TOKENS
 from kvstore.eviction import EvictionPolicy, S3FifoPolicy
@@ -199,6 +200,26 @@ class HostTier:
             self._rank(self._stored[digest])
         self._counts["inserted"] += inserted
         return inserted
+
+    def commit_some(self, ticket: str, checksums: Sequence[int], came: Sequence[bool]) -> int:
+        """End a write lease of which only some blocks were written: insert these, drop the others.
+
+        Args:
+            ticket: names the lease.
+            checksums: of each of its blocks; those of blocks that are dropped are not looked at.
+            came: which blocks were written, each of them verified. With another number of them nothing is inserted.
+
+        Returns:
+            How many were inserted. Those behind one that is missing are found once it is stored.
+        """
+        write = self._writes.get(ticket)
+        if write is None or not len(checksums) == len(came) == len(write.blocks):
+            return self.commit(ticket, ok=False)
+        lost = [i for i, there in enumerate(came) if not there]
+        self._free([write.blocks[i] for i in lost], [write.owners[i] for i in lost])
+        write.hashes, write.parents = list(compress(write.hashes, came)), list(compress(write.parents, came))
+        write.blocks, write.owners = list(compress(write.blocks, came)), list(compress(write.owners, came))
+        return self.commit(ticket, bool(write.blocks), list(compress(checksums, came)))
 
     def absolve(self, ticket: str) -> int:
         """The writer of a lapsed lease is done: free its blocks."""

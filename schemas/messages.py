@@ -351,7 +351,10 @@ class TransferAbort(RequestMessage):
 
 
 class TransferDone(RequestMessage):
-    """The job is over: no write of it can follow."""
+    """The job is over: no write of it can follow.
+
+    Of a fetch from another host that failed on its way `checksums` are those of the blocks that came, 0 for the others.
+    """
 
     job: str
     part: int

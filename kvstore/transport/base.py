@@ -1,7 +1,7 @@
 """What every way between hosts offers: open a peer, fetch blocks of a pool that it exports into blocks here.
 
-A fetch is all or nothing for its caller: it returns checksums of blocks that lie verified in the destination, or
-raises, and in either case nothing is written to the destination after it has ended (R10).
+A fetch returns checksums of blocks that lie verified in the destination, or raises, and then says which ones came all
+the same. In either case nothing is written to the destination after it has ended (R10).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Peer(Protocol):
         Returns:
             The xxh3_64 of each block.
 
-        Raises:
+        Raises (with `arrived`, see `KvError`, once blocks have come):
             PeerFailed: if the other host is not there, refuses, is too slow, or says what makes no sense.
             LayoutMismatch: if the pools differ in layout or block size.
             TransferAborted: if `should_stop` says so.

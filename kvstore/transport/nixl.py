@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvstore.errors import PeerFailed, TransferAborted, TransferCorrupt
+from kvstore.errors import KvError, PeerFailed, TransferAborted, TransferCorrupt
 from kvstore.handoff import Memory, checksum
 from kvstore.shm import AttachedPool
 from kvstore.transport import protocol as p
@@ -180,8 +180,9 @@ class NixlPeer:
             for at in range(0, len(refs), each):
                 some = replace(wanted, blocks=wanted.blocks[at : at + each], expected=wanted.expected[at : at + each])
                 sums += self._some(some, into, refs[at : at + each], at, going, deadline)
-        except PeerFailed as exc:
-            if exc.why != "bad" or sums:
+        except KvError as exc:
+            if not isinstance(exc, PeerFailed) or exc.why != "bad" or sums:
+                exc.arrived = [*sums, *[0] * (len(refs) - len(sums))] if sums else ()
                 raise
             self.plain = True
         finally:

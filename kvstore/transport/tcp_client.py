@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvstore.errors import PeerFailed, TransferAborted, TransferCorrupt
+from kvstore.errors import KvError, PeerFailed, TransferAborted, TransferCorrupt
 from kvstore.handoff import Memory, checksum
 from kvstore.transport import protocol as p
 from kvstore.transport.base import PeerAddress, Wanted, check, runs
@@ -124,7 +124,10 @@ class TcpPeer:
             if error is not None:
                 errors.append(error)
         if errors:
-            raise next((e for e in errors if not isinstance(e, TransferAborted)), errors[0])
+            error = next((e for e in errors if not isinstance(e, TransferAborted)), errors[0])
+            if isinstance(error, KvError) and any(fetch.sums):
+                error.arrived = fetch.sums  # of whole blocks, each compared with its checksum
+            raise error
         return fetch.sums
 
     def ask(self, wanted: Wanted, via: str, deadline: float) -> p.Placed:
@@ -258,14 +261,24 @@ class TcpPeer:
         places = [ref.index for ref in fetch.refs[at : at + len(sums)]]
         for first, count in runs(places, max(1, PIECE_NBYTES // size)):
             start = places[first] * size
-            self._fill(fetch, connection, view[start : start + count * size], at + first)
-            for i in range(count):
-                found, expected = checksum(view[start + i * size : start + (i + 1) * size]), sums[first + i]
-                if found != expected:
-                    raise TransferCorrupt(at + first + i, expected, found)
-                fetch.sums[at + first + i] = found
+            piece, came = view[start : start + count * size], [0]
+            try:
+                self._fill(fetch, connection, piece, at + first, came)
+            finally:  # of a piece that is cut the whole blocks are as good as any
+                self._verify(fetch, piece, at + first, sums[first : first + came[0] // size])
 
-    def _fill(self, fetch: _Fetch, connection: socket.socket, view: memoryview, block: int) -> None:
+    def _verify(self, fetch: _Fetch, piece: memoryview, at: int, sums: Sequence[int]) -> None:
+        size = fetch.wanted.block_nbytes
+        for i, expected in enumerate(sums):
+            found = checksum(piece[i * size : (i + 1) * size])
+            if found != expected:
+                raise TransferCorrupt(at + i, expected, found)
+            fetch.sums[at + i] = found
+
+    def _fill(
+        self, fetch: _Fetch, connection: socket.socket, view: memoryview, block: int, came: list[int] | None = None
+    ) -> None:
+        """Receive until `view` is full; the first of `came` tells how many bytes have, also when it fails."""
         got, waited = 0, 0.0
         while got < len(view):
             try:
@@ -277,6 +290,8 @@ class TcpPeer:
             if count == 0:
                 raise self._error("cut", "the connection has ended")
             got, waited = got + count, 0.0
+            if came is not None:
+                came[0] = got
             self._check(fetch, block, waited)
 
     def _read(self, fetch: _Fetch, connection: socket.socket, nbytes: int) -> bytes:

@@ -301,6 +301,29 @@ def test_a_fault_on_the_way_is_a_miss(tmp_path: Path, fault: Callable[[Fleet], N
     simulate(scenario, tmp_path)
 
 
+def test_what_came_before_a_fetch_failed_is_used_and_not_fetched_again(tmp_path: Path) -> None:
+    """A damaged block in the middle: those before it are here, and the next fetch brings the rest alone."""
+    good = 5
+
+    async def scenario(f: Fleet) -> None:
+        await compute_on_first_host(f)
+        there = f.actor("kv-0")
+        size, headers = there._pool.block_nbytes, list(there._tier._stored.values())
+        places = {h.hash: h.block for h in headers}
+        chain, parent = [], next(h.parent for h in headers if h.parent not in places)
+        while len(chain) < len(headers):
+            chain.append(next(h for h in headers if h.parent == parent))
+            parent = chain[-1].hash
+        there._pool.view()[chain[good].block * size + 9] ^= 1
+
+        assert cached(await ask(f)) == good * BLOCK_TOKENS
+        assert stat(f, "kv-1", "remote_kept_total") == good and stat(f, "kv-1", "remote_failures_total") == 1
+        await at_rest(f)
+        await f.system.until(lambda: stat(f, "kv-1", "stored") == BLOCKS, limit_s=5.0)  # the rest was computed
+
+    simulate(scenario, tmp_path)
+
+
 def test_a_host_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
     """The next prompt does not try it; after a pause one does, and finds it well again."""
 

@@ -363,3 +363,31 @@ def test_leases_never_serve_wrong_bytes_and_never_leak(tmp_path: Path) -> None:
             max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_of_a_write_that_came_in_part_the_part_is_stored(tier: HostTier) -> None:
+    """What follows a hole is found once the hole is filled, and only what is missing is asked for."""
+    hashes, parents = chain(1, 5)
+    sums = fill(tier, staging := tier.reserve("w", hashes, parents, 0.0, 10.0), 1)
+
+    assert tier.commit_some("w", sums, [True, True, False, True, False]) == 3
+
+    assert len(tier.lookup("r", hashes, parents, 0.0, 1.0).refs) == 2
+    again = tier.reserve("w2", hashes, parents, 0.0, 10.0)
+    assert again.positions == [2, 4] and len(staging.refs) == 5
+    assert tier.commit("w2", True, fill(tier, again, 1)) == 2
+    assert len(tier.lookup("r2", hashes, parents, 0.0, 1.0).refs) == 5
+
+
+def test_a_part_of_a_write_that_fits_no_lease_stores_nothing(tier: HostTier) -> None:
+    """Of another length, of nothing, or of a lease that is over, whose quarantine it ends."""
+    hashes, parents = chain(1, 3)
+    for ticket, came in (("long", [True] * 4), ("none", [False] * 3)):
+        sums = fill(tier, tier.reserve(ticket, hashes, parents, 0.0, 10.0), 1)
+        assert tier.commit_some(ticket, sums, came) == 0
+    sums = fill(tier, tier.reserve("late", hashes, parents, 0.0, 1.0), 1)
+    tier.expire(2.0)
+    assert tier.pool.num_quarantined == 3
+    assert tier.commit_some("late", sums, [True, True, False]) == 0
+
+    assert tier.pool.num_free == tier.pool.num_blocks and tier.lookup("r", hashes, parents, 3.0, 1.0).refs == []

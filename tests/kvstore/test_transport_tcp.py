@@ -287,6 +287,39 @@ def test_an_answer_that_makes_no_sense_is_a_failure(sides: Sides, rogue: Callabl
     assert bytes(sides.dest.view()) == bytes(len(sides.dest.view()))
 
 
+def test_of_a_fetch_that_fails_the_whole_blocks_are_told(sides: Sides, rogue: Callable[..., Rogue]) -> None:
+    """Three and a half blocks, then the connection ends: three lie there, verified."""
+
+    def act(connection: socket.socket, request: p.Request) -> None:
+        sent = b"".join(bytes(sides.block(sides.source, ref)) for ref in sides.from_[:4])
+        connection.sendall(p.data_head(4, len(sent)) + sent[: 3 * 4096 + 2048])
+
+    peer = sides.open(port=rogue(act).port)
+    with pytest.raises(PeerFailed, match="cut") as failed:
+        sides.fetch(sides.from_[:8], sides.to[:8], peer=peer)
+    peer.close()
+
+    assert list(failed.value.arrived) == [*sides.sums(sides.from_[:3]), 0, 0, 0, 0, 0]
+    for from_, to in zip(sides.from_[:3], sides.to[:3], strict=True):
+        assert sides.block(sides.dest, to) == sides.block(sides.source, from_)
+
+
+def test_of_several_connections_what_the_others_brought_is_told(tmp_path: Path) -> None:
+    """One block is damaged: the blocks of its part that came before it, and those of other parts."""
+    sides = Sides(tmp_path, blocks=128, nbytes=1 << 16)
+    try:
+        sides.give()
+        wanted = sides.wanted(sides.from_)
+        sides.block(sides.source, sides.from_[40])[7] ^= 1
+        with pytest.raises(TransferCorrupt) as failed:
+            sides.peer.fetch(wanted, sides.dest, sides.to, should_stop=lambda: False, deadline=time.monotonic() + 30)
+        told = failed.value.arrived
+        assert len(told) == 128 and told[40] == 0 and any(told)
+        assert all(each in (0, known) for each, known in zip(told, wanted.expected, strict=True))
+    finally:
+        sides.close()
+
+
 def test_wrong_bytes_are_found_whatever_the_source_says_of_them(sides: Sides, rogue: Callable[..., Rogue]) -> None:
     """By the checksums that the owner of the blocks has told."""
     lying = rogue(lambda c, r: c.sendall(some_blocks(r, 64) + bytes(64 * 4096) + p.end_head(p.Status.OK)))
