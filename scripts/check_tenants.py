@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from chaos.instance import Address, add_options, report, serving
+from chaos.instance import Address, report, serving
 from chaos.telling import compare
 
 HEADER = "x-tenant"
@@ -147,7 +147,7 @@ async def drive(where: Address, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Run the check; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, port_base=18960)
+    parser.add_argument("--port-base", type=int, default=18960, help="ports of the private instance")
     parser.add_argument("--runs", type=int, default=200, help="prompts of each kind for two tenants")
     parser.add_argument("--shared-runs", type=int, default=40, help="prompts of each kind for one tenant")
     parser.add_argument("--same-tenant", action="store_true", help="one tenant in place of two: must fail")

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from chaos.instance import InstanceFailed
-from chaos.kv import live
+from chaos.kv import hosts, live
 from chaos.kv.campaigns import CAMPAIGNS, run, self_check, unverified
 from chaos.kv.model import Tally
 
-LEAST_HERE, LEAST_LIVE = 1700, 300  # faults that must count in a whole run
+LEAST_HERE, LEAST_LIVE, LEAST_HOSTS = 1700, 300, 10  # faults that must count in a whole run
 
 
 def _say(line: str) -> None:
@@ -32,7 +32,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="an eighth of the faults")
     parser.add_argument("--only", choices=CAMPAIGNS, default=None, help="run this campaign alone")
-    parser.add_argument("--part", choices=("here", "live"), default=None, help="run one half alone")
+    parser.add_argument("--part", choices=("here", "live", "hosts"), default=None, help="run one part alone")
     parser.add_argument("--faults", type=int, default=350, help="faults for the running instance")
     parser.add_argument("--no-verify", action="store_true", help="serve unverified: the campaigns must then fail")
     parser.add_argument("--port-base", type=int, default=18900)
@@ -80,6 +80,21 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def between(args: argparse.Namespace) -> dict[str, Any]:
+    """The part with two hosts: returns its figures."""
+    directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-kv-"))
+    count = max(8, hosts.COUNT // 3) if args.quick else hosts.COUNT
+    whole = hosts.run(
+        args.seed, count, port_base=args.port_base + 20, say=_say, history=directory / "history.jsonl"
+    )
+    try:
+        figures = asyncio.run(whole)
+    except (InstanceFailed, RuntimeError, TimeoutError, KeyError) as exc:
+        return {"ok": False, "error": f"{type(exc).__name__}: {exc}", "num_violations": 1}
+    enough = figures["faults_effective"] >= LEAST_HOSTS or args.quick
+    return {**figures, "ok": bool(enough and not figures["num_violations"])}
+
+
 def elsewhere(args: argparse.Namespace) -> dict[str, Any]:
     """The half with a running instance: returns its figures."""
     directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-kv-"))
@@ -98,13 +113,16 @@ def main() -> int:
     args = _arguments().parse_args()
     result: dict[str, Any] = {"check": "chaos-kv", "seed": args.seed, "quick": args.quick}
     began = time.monotonic()
-    if args.part != "live":
+    if args.part in (None, "here"):
         _say("in this process")
         result["here"] = here(args)
-    if args.part != "here" and not args.only and not args.no_verify:
+    if args.part in (None, "live") and not args.only and not args.no_verify:
         _say("in a running instance")
         result["live"] = elsewhere(args)
-    parts = [part for part in (result.get("here"), result.get("live")) if part is not None]
+    if args.part in (None, "hosts") and not args.only and not args.no_verify:
+        _say("on two hosts")
+        result["hosts"] = between(args)
+    parts = [result[name] for name in ("here", "live", "hosts") if name in result]
     result["faults_effective"] = sum(part.get("faults_effective", 0) for part in parts)
     result["seconds"] = round(time.monotonic() - began, 1)
     result["ok"] = all(part["ok"] for part in parts)

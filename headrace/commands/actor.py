@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import sys
+from pathlib import Path
 
 from headrace.bus_access import BusAccessError
 from headrace.checks import StartError
@@ -16,6 +18,7 @@ from schemas.subjects import token
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
+POOL_OWNERS = ("prefill", "decode", "both", "kv")
 
 
 def run(loaded: Loaded, kinds: list[str], *, node: str | None, actor_id: str | None) -> int:
@@ -65,10 +68,22 @@ async def _main(settings: Settings, kinds: list[str], name: str, actor_id: str) 
     def waiting(line: str) -> None:
         print(f"{name}: {line}", file=sys.stderr, flush=True)
 
+    _reap(settings, kinds, actor_id)
     node = await build_node(kinds, settings, name=name, actor_id=actor_id, clock=clock, on_wait=waiting)
     if sys.stdout.isatty():
         clock.spawn(_announce(node, clock), name="announce")
     return await node.run(on_started=_settle)
+
+
+def _reap(settings: Settings, kinds: list[str], actor_id: str) -> None:
+    """Remove the pools that killed incarnations of these actors have left: there may be nobody here who does."""
+    names = [f"{settings.pool_prefix}{kind}-{actor_id}-" for kind in kinds if kind in POOL_OWNERS]
+    if names:
+        from kvstore.shm import reap
+
+        for prefix in names:
+            for name in reap(Path(settings.shm_dir), prefix, set()):
+                logging.getLogger("headrace.actor").warning("removed %s, which a dead process had left", name)
 
 
 def _settle() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.kv.faulty import cut
+from chaos.kv.hosts import EACH, strikes
 from chaos.kv.live import TOKENS, loads, unbalanced
 from chaos.kv.model import NBYTES, ROOT, Tally, chain, content
 from chaos.kv.plan import WEIGHTS, Growth, pick, plan, ripe
@@ -18,6 +19,13 @@ seeds = st.integers(0, 2**32)
 def test_a_plan_follows_from_its_seed_and_only_grows(seed: int, count: int) -> None:
     """A failing seed is run again as it was; a longer run begins with the same faults."""
     assert plan(seed, count) == plan(seed, 15)[:count]
+
+
+@given(seeds, st.integers(0, 15))
+def test_what_is_done_to_two_hosts_follows_from_the_seed_as_well(seed: int, count: int) -> None:
+    """Of each kind, and nothing that would end a process which has not been struck."""
+    assert strikes(seed, count) == strikes(seed, 15)[:count]
+    assert {each.kind for each in strikes(seed, 100)} == set(EACH) == {"flip", "freeze", "kill"}
 
 
 def test_plans_of_two_seeds_differ_and_have_everything() -> None:
