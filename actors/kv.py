@@ -92,6 +92,7 @@ class KvActor(Actor):
         base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers(), "unhealthy": unhealthy}
         if self._remote is not None and self._remote.known:
             base["elsewhere"] = self._remote.known
+            base["ways"] = self._remote.ways()
         if self._disk is not None:
             base["disk_bytes_per_s"] = self._disk.bytes_per_s
         if self._pool is None:

@@ -93,6 +93,17 @@ class RemoteSide:
         """How many blocks other hosts are known to have: where there are some, engines ask even if all is new here."""
         return len(self.index) if self._host is not None and self._serving() else 0
 
+    def ways(self) -> dict[str, list[float]]:
+        """Return for each host that blocks would be fetched from now the seconds of a fetch and bytes per second."""
+        if self._host is None:
+            return {}
+        now, out = self._context.clock.now(), {}
+        for name in self._serving():
+            if now >= self._paused.get(name, (0.0, 0.0))[0]:
+                way = self._ways.get(name, Way())
+                out[name] = [way.setup_s, way.bytes_per_s]
+        return out
+
     def _serving(self) -> set[str]:
         members, here = self._context.membership.members("transfer"), self._context.host
         return {member.host for member in members if member.host != here and member.load.get("listens")}

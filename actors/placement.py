@@ -37,11 +37,16 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A prompt's first tokens that an engine need not compute: in its own pool, up to there in host memory, in all."""
+    """A prompt's first tokens that an engine need not compute: in its own pool, up to there in host memory, in all.
+
+    Its store would fetch what follows, up to `far`, from another host in `far_s`.
+    """
 
     resident: int = 0
     memory: int = 0
     total: int = 0
+    far: int = 0
+    far_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,8 @@ class _Finder:
         if choice is None:
             return None
         ref = next(ref for ref in refs if self._views[ref].name == choice.name)
-        return Placement(ref, None, choice.ttft_s, self._tokens - choice.loaded_tokens, self._why(refs, ref, choice))
+        new = self._tokens - choice.loaded_tokens - choice.copied_tokens
+        return Placement(ref, None, choice.ttft_s, new, self._why(refs, ref, choice))
 
     def pair(self, first: Placement, decode: Ref) -> Placement:
         """Return a hand-off: copying the blocks takes what loading them from the store would."""
@@ -156,7 +162,8 @@ class _Finder:
         if len(refs) == 1:
             return "only"
         others = (self._views[ref] for ref in refs)
-        return "prefix" if choice.loaded_tokens and min(others, key=_order).name != self._views[chosen].name else "load"
+        known = choice.loaded_tokens + choice.copied_tokens
+        return "prefix" if known and min(others, key=_order).name != self._views[chosen].name else "load"
 
 
 def _estimate(views: Mapping[Ref, View], placement: Placement) -> tuple[bool, float]:
@@ -182,6 +189,8 @@ def _view(c: Candidate, in_flight: Mapping[Ref, int], now: float, costs: Costs, 
         stale=_stale(c, now),
         resident_tokens=stored.resident,
         memory_tokens=stored.memory,
+        far_tokens=stored.far,
+        far_s=stored.far_s,
         costs=costs,
         tie=zlib.crc32(f"{tie}/{name}".encode()) if tie else 0,
     )

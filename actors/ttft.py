@@ -56,7 +56,8 @@ class View:
     """What is known of a replica, for one prompt.
 
     Of the prompt's first `stored_tokens` the first `resident_tokens` need no loading, and those behind the first
-    `memory_tokens` (if that is set) lie on a disk.
+    `memory_tokens` (if that is set) lie on a disk. Its store would fetch what follows them, up to `far_tokens`, from
+    another one's in `far_s`.
     """
 
     name: str
@@ -67,6 +68,8 @@ class View:
     resident_tokens: int = 0
     memory_tokens: int | None = None
     costs: Costs | None = None  # of this replica, where replicas differ
+    far_tokens: int = 0
+    far_s: float = 0.0
     tie: int = 0  # decides between equals before the name does; drawn by request, it spreads what is equal
 
 
@@ -132,6 +135,10 @@ def estimate(view: View, tokens: int, costs: Costs, donor: View | None = None) -
             have = loaded + copied
             brought = costs.load.seconds(loaded - resident) + costs.copy.seconds(copied)
             ways.append((brought + costs.prefill.seconds(tokens - have, have), loaded, copied))
+    far = min(view.far_tokens, tokens - 1)
+    if far > loaded:  # into the store's memory, and from there with what was there already
+        brought = view.far_s + costs.load.seconds(far - resident)
+        ways.append((brought + costs.prefill.seconds(tokens - far, far), loaded, far - loaded))
     service, loaded, copied = min(ways, key=lambda way: way[0])
-    source = donor.name if donor is not None and copied else ""
+    source = donor.name if donor is not None and copied and costs.copy is not None else ""
     return Choice(view.name, view.queued_s + service, service, loaded, copied, source)

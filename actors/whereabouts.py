@@ -8,12 +8,13 @@ microseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from actors.engine_report import DEVICE
 from actors.kv_index import KvIndex
 from actors.placement import Stored
+from actors.remote_cost import Way, worth
 from actors.work import salt_of
 from kvstore.block import BLOCK_TOKENS, chain_hashes, root_hash
 from runtime.actor import Context
@@ -25,6 +26,7 @@ FIRST_BLOCKS = 2  # engines ask no store for less
 MOST_BLOCKS = 1024  # that are hashed of a prompt: a millisecond; what follows counts as not stored
 BLOCKS_PER_TIER = 200_000  # hints of each store and pool; about 40 MB
 MAX_TIERS = 256
+FETCH_S = 0.5  # of what takes a store longer to fetch it fetches less
 PREFETCH_BLOCKS = 512  # named in one message
 
 
@@ -61,16 +63,22 @@ class Whereabouts:
         if len(record.prompt_ids) != 1 or len(record.prompt_ids[0]) <= FIRST_BLOCKS * BLOCK_TOKENS:
             return {}
         chains: dict[tuple[Any, ...], _Chain | None] = {}
+        begun: dict[tuple[Any, ...], dict[str, int]] = {}  # what each host's store has of a chain
         stores = self._stores()
         found = {}
         for engine in engines:
             key = tuple(engine.load.get("root", ()))
             if key not in chains:
-                chains[key] = self._chain(key, record)
+                chain = chains[key] = self._chain(key, record)
+                if chain is not None and len(stores) > 1:
+                    kinds = ["host", "disk"]
+                    begun[key] = {h: self.index.stored([ref], kinds, chain.hashes) for h, ref in stores.items()}
             chain = chains[key]
             if chain is not None:
                 stored = self._at(engine, stores.get(engine.host), chain)
-                if stored.total:
+                if key in begun:
+                    stored = self._farther(engine, stores, begun[key], stored)
+                if stored.total or stored.far:
                     found[engine.ref] = stored
         return found
 
@@ -130,6 +138,30 @@ class Whereabouts:
             if total - resident < FIRST_BLOCKS:
                 memory = total = resident  # the engine will not ask
         return Stored(resident * BLOCK_TOKENS, memory * BLOCK_TOKENS, total * BLOCK_TOKENS)
+
+    def _farther(
+        self, engine: Located, stores: Mapping[str, Ref], begun: Mapping[str, int], stored: Stored
+    ) -> Stored:
+        """Add what the store of an engine's host would fetch, from where that is soonest; its own disk goes first."""
+        store = self._context.membership.get(stores[engine.host]) if engine.host in stores else None
+        ways = store.load.get("ways") if store is not None else None
+        if not isinstance(ways, dict) or stored.total > stored.memory:
+            return stored
+        held, nbytes = stored.total // BLOCK_TOKENS, int(engine.load.get("block_nbytes", 0))
+        costs = engine.load.get("prefill_cost") or (0.0, 0.0)
+        block_s = BLOCK_TOKENS * float(costs[1])
+        best, least = stored, 0.0
+        for host, told in ways.items():
+            if host == engine.host or begun.get(host, 0) <= held or nbytes <= 0:
+                continue
+            way = Way(*map(float, told))
+            count = worth(begun[host] - held, nbytes, way, block_s, FETCH_S)
+            takes = way.seconds(count * nbytes)
+            saved = count * block_s - takes
+            if count and (best is stored or saved > least):
+                far = stored.total + count * BLOCK_TOKENS
+                best, least = replace(stored, far=far, far_s=takes), saved
+        return best
 
     def _stores(self) -> dict[str, Ref]:
         """Return the store that the engines of each host ask."""

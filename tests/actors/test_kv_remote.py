@@ -16,6 +16,8 @@ from actors.transfer_peers import Peers
 from kvstore.block import BLOCK_TOKENS
 from kvstore.errors import PeerFailed
 from runtime.virtual_clock import VirtualClock, run_virtual
+from schemas.record import Record, ReplyTo
+from schemas.subjects import Ref
 
 PROMPT = "the water that turns the wheel comes down the headrace " * 5
 BLOCKS = (len(PROMPT) - 1) // BLOCK_TOKENS
@@ -143,6 +145,30 @@ def test_a_prompt_computed_on_one_host_is_loaded_on_another(tmp_path: Path) -> N
         await f.system.start(f.nodes["decode-1"])
         await f.system.until(lambda: settled(f), limit_s=10.0)
         assert cached(await ask(f)) == BLOCKS * BLOCK_TOKENS
+
+    simulate(scenario, tmp_path)
+
+
+def test_placement_counts_on_what_would_be_fetched(tmp_path: Path) -> None:
+    """With the time that the store says a fetch takes; nothing is expected from a host that has just failed."""
+
+    async def scenario(f: Fleet) -> None:
+        await compute_on_first_host(f)
+        admissions = [a for n in f.nodes.values() for a in n.actors if a.ref.kind == "admission"]
+        owner, reply = Ref("admission", "0", "e"), ReplyTo(subject="s")
+        record = Record(request_id="x", reply=reply, owner=owner, prompt_ids=[list(PROMPT.encode())])
+        engine, one = f.actor("decode-1"), admissions[0]
+
+        def found() -> Any:
+            return one._where.find(record, one.context.membership.members("decode")).get(engine.ref)
+
+        await f.system.until(lambda: found() is not None, limit_s=5.0)
+        assert (found().total, found().far) == (0, BLOCKS * BLOCK_TOKENS)
+        assert 0.0 < found().far_s < BLOCKS * BLOCK_TOKENS * 1e-3
+        assert set(f.actor("kv-1").load()["ways"]) == {"host-a"}
+        fail_fetches(f)
+        await ask(f)
+        assert stat(f, "kv-1", "remote_failures_total") == 1 and f.actor("kv-1").load()["ways"] == {}
 
     simulate(scenario, tmp_path)
 

@@ -158,6 +158,20 @@ def test_what_need_not_be_loaded_is_better_than_what_must_be() -> None:
     assert choose(store, busy, prompt_tokens=2100, stored=stored).first == store.ref
 
 
+def test_an_engine_whose_store_can_fetch_a_prompt_is_taken_when_its_holder_is_busy() -> None:
+    """Before one that would have to compute it all, and only if the wire is quick enough."""
+    holder, near, other = engine("decode", 0, queued_tokens=800), engine("decode", 1), engine("decode", 2)
+    stored = {holder.ref: Stored(900, 900, 900), near.ref: Stored(far=900, far_s=0.1)}
+
+    quick = choose(holder, other, near, prompt_tokens=1000, stored=stored)
+    idle = choose(engine("decode", 0), other, near, prompt_tokens=1000, stored=stored)
+    slow = choose(other, near, prompt_tokens=1000, stored={near.ref: Stored(far=900, far_s=9.0)}, tie="x")
+
+    assert (quick.first, quick.new_tokens) == (near.ref, 100)
+    assert 0.1 < quick.estimate_s < 0.4
+    assert (idle.first, slow.new_tokens) == (holder.ref, 1000)
+
+
 def test_a_slow_disk_draws_nobody() -> None:
     """Reading would take longer than computing, or not."""
     holder, other = engine("decode", 0, queued_tokens=200), engine("decode", 1)

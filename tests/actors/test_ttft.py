@@ -125,6 +125,18 @@ def test_what_lies_on_a_disk_is_loaded_where_that_is_faster_than_computing() -> 
     assert (memory.loaded_tokens, memory.service_s) == (300, pytest.approx(300e-5 + PREFILL.seconds(700, 300)))
 
 
+def test_what_the_store_would_fetch_from_another_host_counts_with_the_time_that_takes() -> None:
+    """Loaded after it has come; not fetched where computing is sooner."""
+    view = View("a", 1.0, stored_tokens=200, far_tokens=900, far_s=0.05)
+
+    choice = estimate(view, 1000, OWN)
+    slow = estimate(View("a", 1.0, stored_tokens=200, far_tokens=900, far_s=5.0), 1000, OWN)
+
+    assert choice.service_s == pytest.approx(0.05 + 900e-5 + PREFILL.seconds(100, 900))
+    assert (choice.loaded_tokens, choice.copied_tokens, choice.copy_from) == (200, 700, "")
+    assert (slow.loaded_tokens, slow.copied_tokens) == (200, 0)
+
+
 def test_replicas_may_differ_in_speed() -> None:
     """A view's own costs go before the common ones."""
     fast = Costs(PrefillCost(0.001, 1e-4), LOAD)
