@@ -194,6 +194,8 @@ class AdmissionActor(Actor):
             return
         fence = Fence(msg.term, f"{self.ref.id}.{self.ref.epoch}", 0)
         try:
+            if 0 < msg.deadline <= wall:
+                raise DeadlineExceeded("the request's deadline passed before it was taken")
             parsed = parse_request(msg.api, msg.body, models=self.config.models)
             self._check_capacity()
         except HeadraceError as exc:
@@ -413,6 +415,9 @@ class AdmissionActor(Actor):
                     self._send(d)
                 case own.Anycast():
                     self._anycast(d)
+                case own.Broadcast():
+                    for member in self._members(d.kind):
+                        self.context.send(member.ref, d.message)
                 case own.Terminal():
                     self._write_terminal(d.record.request_id, d.record.reply, d.fence, d.error)
                 case own.Accept():

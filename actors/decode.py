@@ -88,7 +88,7 @@ class Destination:
 
     def retry(self) -> None:
         """Give blocks to the part that has waited longest."""
-        while self._queue and (self._gone(*self._queue[0]) or self._queue[0][1].refs is not None):
+        while self._queue and self._over(*self._queue[0]):
             self._queue.popleft()
         if not self._queue or self._asking:
             return
@@ -103,6 +103,11 @@ class Destination:
 
     def _gone(self, work: Work, part: Part) -> bool:
         return self._engine.works.get(work.request_id) is not work or part.number not in work.parts
+
+    def _over(self, work: Work, part: Part) -> bool:
+        """Whether a part has to wait no longer: it has its blocks, is gone, or comes too late to be of use."""
+        late = self._engine.clock.wall() > work.record.deadline > 0
+        return part.refs is not None or late or self._gone(work, part)
 
     def _reserved(
         self, work: Work, part: Part, got: tuple[list[int], list[m.BlockRef]] | None, error: BaseException | None

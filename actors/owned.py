@@ -30,6 +30,14 @@ class Anycast:
 
 
 @dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a message to every actor of a kind."""
+
+    kind: str
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
 class Terminal:
     """Write the terminal frame of a request from here: no detokenizer holds it."""
 
@@ -76,7 +84,7 @@ class MoveEnded:
     outcome: str
 
 
-Directive = Send | Anycast | Terminal | Accept | Ended | Failover | MoveEnded
+Directive = Send | Anycast | Broadcast | Terminal | Accept | Ended | Failover | MoveEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from actors import moves
 from actors.owned import (
     Accept,
     Anycast,
+    Broadcast,
     Directive,
     Ended,
     Failover,
@@ -31,8 +32,8 @@ from schemas.record import Fence, Record
 from schemas.subjects import Ref
 
 __all__ = [
-    "Accept", "Anycast", "Directive", "Ended", "Failover", "MoveEnded", "Offer", "Owned", "Ownership", "Send", "Stage",
-    "Terminal",
+    "Accept", "Anycast", "Broadcast", "Directive", "Ended", "Failover", "MoveEnded", "Offer", "Owned", "Ownership",
+    "Send", "Stage", "Terminal",
 ]  # fmt: skip
 
 RESEND_S = 0.2
@@ -546,7 +547,10 @@ class Ownership:
             ref: m.Close(**o.head(), reason=reason, reply=self._me) for ref in targets if self._is_up(ref)
         }
         o.body = {}
-        return [Send(to, msg) for to, msg in o.to_close.items()]
+        out: list[Directive] = [Send(to, msg) for to, msg in o.to_close.items()]
+        if not o.tokenized:  # any of them may have the prompt in its queue; none has to answer
+            out.append(Broadcast("tokenize", m.Close(**o.head(), reason=reason)))
+        return out
 
     def _ended(self, o: Owned, outcome: str, finished: m.Finished | None) -> Ended:
         return Ended(o.record, outcome, finished, o.failovers, o.accepted_at, dict(o.timeline))

@@ -50,6 +50,9 @@ class TokenizeActor(Actor):
         self._encoder: Encoder | None = None
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._running: dict[str, m.Tokenize] = {}
+        self._dropped = context.telemetry.counter(
+            "tokenize_dropped_total", "Prompts that nobody wanted any more when their turn to be encoded came"
+        )
         self._seconds = context.telemetry.histogram(
             "tokenize_seconds", "Time to render and encode one request",
             buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1),
@@ -74,7 +77,12 @@ class TokenizeActor(Actor):
         return {"running": len(self._running), "waiting": 0, "requests": list(self._running)[:64]}
 
     def receive(self, message: m.Message, sender: Ref | None) -> None:
-        """Start encoding; `Tokenized` follows."""
+        """Start encoding, unless it is told to stop; `Tokenized` follows."""
+        if isinstance(message, m.Close):
+            running = self._running.get(message.request_id)
+            if running is not None and running.fence <= message.fence:
+                del self._running[message.request_id]
+            return
         if not isinstance(message, m.Tokenize):
             self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
             return
@@ -94,10 +102,21 @@ class TokenizeActor(Actor):
     async def _encode_elsewhere(self, msg: m.Tokenize, encoder: Encoder, started: float, wall: float) -> None:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(self._pool, self._encode, msg, encoder)
+            found = await loop.run_in_executor(self._pool, self._encode_if_wanted, msg, encoder)
         finally:
-            self._running.pop(msg.request_id, None)
-        self._answer(msg, found, started, wall)
+            wanted = self._running.get(msg.request_id) is msg
+            if wanted:
+                del self._running[msg.request_id]
+        if wanted and found is not None:
+            self._answer(msg, found, started, wall)
+
+    def _encode_if_wanted(self, msg: m.Tokenize, encoder: Encoder) -> list[list[int]] | HeadraceError | None:
+        """Encode, in a worker thread; nothing for a prompt that was closed or whose time ran out while it waited."""
+        late = 0 < msg.deadline < self.clock.wall()
+        if late or self._running.get(msg.request_id) is not msg:
+            self._dropped.inc()
+            return None
+        return self._encode(msg, encoder)
 
     def _encode(self, msg: m.Tokenize, encoder: Encoder) -> list[list[int]] | HeadraceError:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ REMEMBERED = 4096
 @dataclass(slots=True)
 class _Running:
     job: m.TransferJob
+    until: float = float("inf")  # monotonic; nobody wants it later
     stop: bool = False
     aborted_by: list[Ref] = field(default_factory=list)
 
@@ -113,7 +115,8 @@ class TransferActor(Actor):
             return
         if job.job in self._running or len(self._running) >= MAX_JOBS:
             return  # repeated by its source
-        running = _Running(job)
+        left_s = job.deadline - self.clock.wall() if job.deadline else float("inf")
+        running = _Running(job, until=self.clock.now() + left_s)
         self._running[job.job] = running
         self.context.spawn(self._run(running), name=f"transfer {job.job}")
 
@@ -136,15 +139,19 @@ class TransferActor(Actor):
 
     async def _run(self, running: _Running) -> None:
         job = running.job
+
+        def unwanted() -> bool:
+            return running.stop or self.clock.now() >= running.until
+
         began, wall = self.clock.now(), self.clock.wall()
         error: HeadraceError | None = None
         checksums: list[int] = []
         here = job.source_pool.host == self.context.host
         try:
             if here:
-                checksums = await asyncio.get_running_loop().run_in_executor(self._pool, _copy, running)
+                checksums = await asyncio.get_running_loop().run_in_executor(self._pool, _copy, running, unwanted)
             else:
-                checksums = await self._peers.fetch(job, lambda: running.stop)
+                checksums = await self._peers.fetch(job, unwanted)
         except (KvError, OSError, ValueError) as exc:
             code = "corrupt_block" if isinstance(exc, TransferCorrupt) and not here else "transfer_failed"
             error = Unavailable(f"blocks could not be moved: {exc}", code=code)
@@ -205,10 +212,10 @@ class TransferActor(Actor):
             self.context.send(ref, done)
 
 
-def _copy(running: _Running) -> list[int]:
+def _copy(running: _Running, unwanted: Callable[[], bool]) -> list[int]:
     job = running.job
     source, dest = open_pool(job.source_pool), open_pool(job.dest_pool)
-    return copy_exported(source, job.source_blocks, dest, job.dest_blocks, should_stop=lambda: running.stop)
+    return copy_exported(source, job.source_blocks, dest, job.dest_blocks, should_stop=unwanted)
 
 
 def stem_of(job: str) -> str:

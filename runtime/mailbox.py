@@ -16,12 +16,17 @@ from schemas.items import HOT
 from schemas.messages import (
     Close,
     Closed,
+    Dispatch,
     Finished,
     FinishedAck,
     Message,
     RequestMessage,
+    Reserve,
+    Tokenize,
     TransferAbort,
     TransferDone,
+    TransferJob,
+    Transferred,
 )
 from schemas.subjects import Ref
 
@@ -34,6 +39,8 @@ CAPACITY = 65_536
 BURST = 64
 GRACE_S = 1.0  # after a deadline messages about a request are still of use for this long
 
+# What begins work does so before the deadline or not at all; whoever sent it ends the request by himself.
+BEGINS_WORK: tuple[type[Message], ...] = (Tokenize, Dispatch, Reserve, TransferJob, Transferred)
 # What ends work and gives things back is wanted however late it comes.
 NEVER_STALE: tuple[type[Message], ...] = (Close, Closed, Finished, FinishedAck, TransferDone, TransferAbort)
 
@@ -134,7 +141,8 @@ class Mailbox:
     def _is_stale(self, message: Message) -> bool:
         if not isinstance(message, RequestMessage) or not message.deadline or isinstance(message, NEVER_STALE):
             return False
-        return self._clock.wall() > message.deadline + GRACE_S
+        grace_s = 0.0 if isinstance(message, BEGINS_WORK) else GRACE_S
+        return self._clock.wall() > message.deadline + grace_s
 
     def _count_malformed(self, kind: str, error: Exception) -> None:
         self.malformed += 1

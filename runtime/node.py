@@ -414,6 +414,7 @@ class Node:
                 self._gauge(f"bus_{name}", ("connection",)).labels(label).set(value)
         self._gauge("members", ()).set(len(self.membership.view.members(states=("starting", "ready", "draining"))))
         self._gauge("tasks_failed", ()).set(self.tasks.failed)
+        self._gauge("tasks_running", ()).set(len(asyncio.all_tasks(self._loop)) if self._loop is not None else 0)
         return self.telemetry.render()
 
     def _gauge(self, name: str, labels: tuple[str, ...]) -> Gauge:

@@ -214,6 +214,7 @@ class Supervisor:
         refs = [m.ref for m in self._members_of(kept.spec.name, pid)]
         payload = encode(ExitNotice(node=kept.spec.name, pid=pid, code=code, refs=refs))
         self._bus.publish(EXIT, payload)
+        self._bus.push()  # before whatever else follows from this exit: streams stand still until it is known
         self._tasks.spawn(self._repeat(payload), name=f"notice-{kept.spec.name}")
 
     async def _repeat(self, payload: bytes) -> None:

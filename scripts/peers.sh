@@ -2,7 +2,8 @@
 # Install the servers that `make bench-peers` compares with, each into a virtual environment of its own, and the model
 # in the form that they load. Done once; what is there already is left alone.
 # Usage: scripts/peers.sh [DIR]   (default: $HEADRACE_PEERS, else .headrace/peers; about 4 GB with vLLM)
-# HEADRACE_PEERS_ONLY="llama" or "vllm" installs one of them. llama.cpp is compiled: about 20 minutes on two cores.
+# HEADRACE_PEERS_ONLY="llama", "vllm" or "dynamo" installs one of them; Dynamo, for `make bench-failover`, only if it is
+# named. Its mocker needs the model's folder, which vLLM's part makes. llama.cpp is compiled: about 20 minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root="$PWD"
@@ -54,4 +55,18 @@ if [[ " $only " == *" vllm "* ]]; then
         touch "$dir/model-hf/.headrace-ready"
     fi
     echo "vLLM: $venv"
+fi
+
+if [[ " $only " == *" dynamo "* ]]; then
+    venv="$dir/dynamo"
+    if [ ! -e "$venv/.headrace-ready" ]; then
+        echo "==> installing NVIDIA Dynamo"
+        [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+        # Its mocker and frontend alone: the rest of its requirements are for engines.
+        pip "$venv" install --only-binary=:all: --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+        pip "$venv" install --only-binary=:all: "pydantic<=2.13.5" uvloop msgspec packaging pyyaml typing-extensions \
+            pyzmq aiohttp prometheus-client
+        touch "$venv/.headrace-ready"
+    fi
+    echo "Dynamo: $venv"
 fi

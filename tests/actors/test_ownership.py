@@ -730,3 +730,17 @@ def test_ages_are_those_of_open_requests() -> None:
     b.do(b.table.cancel("r", "cancel", 6.0))
 
     assert b.table.oldest_age_s(6.0) == 1.0
+
+
+def test_every_tokenizer_hears_that_a_prompt_is_not_wanted_any_more() -> None:
+    """Any of them may have it in its queue; once its ids are there none is told, and nobody has to answer."""
+    for tokenized in (False, True):
+        b = Bench()
+        b.admit()
+        if tokenized:
+            b.tokenized()
+        b.out.clear()
+        b.do(b.table.cancel("r", "cancel", b.now))
+        told = [d for d in b.out if isinstance(d, own.Broadcast)]
+        assert [(d.kind, type(d.message)) for d in told] == ([] if tokenized else [("tokenize", m.Close)])
+        assert all(isinstance(d.message, m.Close) and d.message.reply is None for d in told)

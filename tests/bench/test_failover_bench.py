@@ -1,0 +1,88 @@
+"""The benches of failover and cancellation: what they make of what they hear, and one real round of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.cancel_leaving import Ledger
+from bench.client import Timing
+from bench.failover import row
+from bench.failover_rounds import Round, _gap
+from bench.tap import Heard, HeardItems
+from schemas import messages as m
+from schemas.items import Item, ItemBatch
+from schemas.record import Fence, Record, ReplyTo, Sampling
+from schemas.subjects import Ref
+
+D0, P0, T0 = Ref("decode", "d0", "e"), Ref("prefill", "p0", "e"), Ref("tokenize", "t0", "e")
+ME = Ref("admission", "a", "e")
+FENCE = Fence(0, "a.e", 0)
+RECORD = Record(request_id="r", reply=ReplyTo(subject="x"), owner=ME, sampling=Sampling(), deadline=1.0)
+
+
+def test_the_gap_is_the_longest_silence_that_ended_after_the_fault() -> None:
+    """Earlier ones do not count; one that has not ended lasts until now."""
+    timing = Timing(0.0, chunks_at=[1.0, 2.0, 2.1, 2.5, 2.6])
+
+    assert _gap(timing, 2.05, None) == pytest.approx(0.4)
+    assert _gap(timing, 1.5, None) == pytest.approx(1.0)
+    assert _gap(timing, 2.05, 9.0) == pytest.approx(6.4)
+    assert _gap(timing, 2.7, None) == 0.0
+
+
+def test_a_target_is_held_against_the_gap_without_the_survivors_prefill() -> None:
+    """One slow round of a hundred is its 99th percentile."""
+    quick = [Round(100.0, 0, 0, 16, 0, moved=8, prefill_ms=80.0) for _ in range(98)]
+    slow = [Round(200.0, 0, 1, 16, 0, moved=8, prefill_ms=80.0) for _ in range(2)]
+
+    found = row("headrace", "null", "kill", 16, quick + slow)
+
+    assert (found["gap_p50_ms"], found["over_p50_ms"], found["over_p99_ms"]) == (100.0, 20.0, 120.0)
+    assert (found["met"], found["differing"], found["compared"], found["moved"]) == (False, 2, 1600, 800)
+    assert row("headrace", "null", "kill", 16, quick)["met"] is True
+    assert row("headrace", "null", "stop", 16, quick + slow)["bound_ms"] == 1500.0
+    assert "met" not in row("dynamo", "mocker", "kill", 16, quick)
+
+
+def test_blocks_are_free_when_every_engine_has_closed_and_every_copy_is_over() -> None:
+    """The order of the words does not matter; a copy that was given up holds blocks until its end is told."""
+    ledger = Ledger()
+    seen = ledger.expect("7/3:")
+
+    def heard(t: float, message: m.Message, sender: Ref = ME, to: Ref = ME) -> None:
+        ledger.on_message(Heard(t, to.subject, sender, message))
+
+    head = {"request_id": "r", "fence": FENCE}
+    heard(0.5, m.Tokenize(request_id="other", fence=FENCE, api="chat", body={"messages": ["8/3: x"]}, reply=ME), to=T0)
+    assert seen.request_id == ""
+    heard(1.0, m.Tokenize(**head, api="chat", body={"messages": ["7/3: x"]}, reply=ME), to=T0)
+    heard(1.1, m.Dispatch(**head, record=RECORD, detokenize=T0, decode=D0, reply=ME), to=P0)
+    reserve = m.Reserve(
+        **head, record=RECORD, part=0, parts=1, num_tokens=3, choices=[0], outputs=[[]], detokenize=T0, source=P0
+    )
+    heard(1.2, reserve, P0, to=D0)
+    assert seen.request_id == "r" and seen.engines == {P0, D0} and seen.free_at(2.0) is None
+    heard(2.01, m.Close(**head, reason="cancel"), to=P0)
+    heard(2.02, m.TransferAbort(**head, job="r/0"), P0)
+    heard(2.03, m.Closed(**head), P0)
+    assert seen.free_at(2.0) is None
+    heard(2.04, m.Closed(**head), D0)
+    assert seen.free_at(2.0) is None and seen.stopped_at(2.0) == 2.04
+    heard(2.06, m.TransferDone(**head, job="r/0", part=0), P0)
+    assert seen.free_at(2.0) == 2.06
+    ledger.on_items(HeardItems(2.2, D0, ItemBatch("r", FENCE, [Item(0, 0, 1, None)], None, [])))
+    assert seen.last_items == 2.2
+
+
+def test_a_request_that_reached_no_engine_is_free_when_it_was_given_up() -> None:
+    """Its owner's word is all that there is."""
+    ledger = Ledger()
+    seen = ledger.expect("7/4:")
+    head = {"request_id": "r", "fence": FENCE}
+    ledger.on_message(
+        Heard(1.0, T0.subject, ME, m.Tokenize(**head, api="chat", body={"messages": ["7/4: x"]}, reply=ME))
+    )
+    assert seen.free_at(1.5) is None
+    ledger.on_message(Heard(1.6, T0.subject, ME, m.Close(**head, reason="cancel")))
+
+    assert seen.free_at(1.5) == seen.told == 1.6 and seen.stopped_at(1.5) == 1.5
