@@ -111,7 +111,7 @@ class Dynamo:
             await model_of(self.base)
             for _ in range(self.workers):
                 await one(self.base, NAME, "Good morning.", 2)
-        except (httpx.HTTPError, LoadFailed, OSError, ValueError, KeyError, TypeError, EOFError):
+        except (httpx.HTTPError, LoadFailed, OSError, ValueError, LookupError, TypeError, EOFError):
             return False
         return True
 

@@ -229,6 +229,9 @@ async def _main(args: argparse.Namespace) -> dict[str, Any]:
         except PeerMissing as exc:
             print(f"left out: {exc}", flush=True)
             result["left_out"] = str(exc)
+        except (ServerFailed, LoadFailed, httpx.HTTPError, TimeoutError) as exc:
+            print(f"the peer failed: {exc}", flush=True)
+            result["peer_error"] = f"{type(exc).__name__}: {exc}"
     show(rows)
     mine = [r for r in rows if r["system"] == "headrace"]
     valid = all(r["failed"] == 0 and r["differing"] == 0 and r["stuck"] == 0 for r in mine)
