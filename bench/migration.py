@@ -31,7 +31,7 @@ from chaos.workload import FILLER, SUBJECTS, chat
 
 WAYS = ("drain", "cold", "warm")
 PACED = {"pace_s": 0.01, "prefill_s_per_token": 0.0005}  # of the scripted engine
-STRIKE_AFTER = 48  # pieces of text
+STRIKE_AFTER = 16  # pieces of text; guessed ids make them several tokens long
 READY_S = 90.0
 
 
@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each way")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--words", type=int, default=0, help="of the prompt; 0: about a thousand tokens")
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--port-base", type=int, default=18760)
     try:
         figures = asyncio.run(run(parser.parse_args()))

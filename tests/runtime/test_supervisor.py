@@ -21,8 +21,8 @@ from runtime.nats_bus import NatsBus
 from runtime.restart import RestartLimits
 from runtime.supervisor import Exit, NodeSpec, Supervisor
 from schemas.codec import decode
-from schemas.messages import ExitNotice
-from schemas.subjects import EXIT
+from schemas.messages import ExitNotice, SupervisorReport
+from schemas.subjects import EXIT, SUPERVISORS
 from tests.support.nats_server import NatsServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -143,6 +143,48 @@ async def test_a_frozen_child_is_killed_and_one_that_was_never_heard_is_not(
     assert first.kills == 1 and first.pid != pid
     assert second.state == "running" and second.kills == 0
     await supervisor.stop(5)
+
+
+async def test_a_child_that_says_it_has_failed_is_started_again_and_the_bus_hears_why(
+    own_nats: NatsServer, bus: NatsBus, supervise: Callable[..., Supervisor]
+) -> None:
+    """A wedged engine speaks on; after a second of `failed` it is killed, and the report says the reason."""
+    reports: list[SupervisorReport] = []
+
+    def heard(message: BusMessage) -> None:
+        body = decode(message.payload)[0]
+        assert isinstance(body, SupervisorReport)
+        reports.append(body)
+
+    await bus.subscribe(SUPERVISORS, heard)
+    supervisor = supervise([node(own_nats, "n1", "wedged")], bus=bus, limits=PATIENT)
+    await supervisor.start()
+
+    await until(lambda: supervisor.status()[0].restarts >= 1)
+
+    row = supervisor.status()[0]
+    assert (row.kills, row.exit_code, row.reason) == (1, -9, "idle failed: no step for 31 s")
+    await until(lambda: reports and reports[-1].children[0].restarts >= 1)
+    child = reports[-1].children[0]
+    assert (child.name, child.exit_code, child.reason) == ("n1", -9, "idle failed: no step for 31 s")
+
+
+async def test_a_child_that_is_asked_to_leave_comes_back_without_a_strike(
+    own_nats: NatsServer, bus: NatsBus, supervise: Callable[..., Supervisor]
+) -> None:
+    """SIGTERM from outside: exit 0, started again at once, and never a crash loop."""
+    supervisor = supervise([node(own_nats, "n1")], bus=bus, limits=PATIENT)
+    await supervisor.start()
+    assert await supervisor.wait_ready(15)
+    first = supervisor.status()[0].pid
+    assert first is not None
+    await asyncio.sleep(1.0)  # it has to have lived for a moment
+    os.kill(first, signal.SIGTERM)
+
+    await until(lambda: supervisor.status()[0].pid not in (first, None))
+
+    row = supervisor.status()[0]
+    assert (row.exit_code, row.reason, row.state) == (0, "it was asked to leave", "running")
 
 
 async def test_nobody_is_killed_for_silence_while_the_bus_is_away(

@@ -1,4 +1,4 @@
-"""A tiny real node process for supervisor tests: `python -m tests.support.child_node URL NAME [stubborn]`."""
+"""A tiny real node process for tests of supervisors: `python -m tests.support.child_node URL NAME [MODE]`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ class Busy(Idle):
         return False
 
 
+class Wedged(Idle):
+    """Says after half a second that it has failed, as an engine does whose loop is stuck; its heartbeats go on."""
+
+    def tick(self) -> None:
+        self.ticks = getattr(self, "ticks", 0) + 1
+        if self.ticks > 10:
+            self.state, self.reason = "failed", "no step for 31 s"
+
+
+KINDS = {"busy": Busy, "wedged": Wedged}
+
+
 async def main(url: str, name: str, mode: str) -> int:
     clock = SystemClock()
     control = await NatsBus.connect(url, name=f"{name}-control", clock=clock)
@@ -40,7 +52,7 @@ async def main(url: str, name: str, mode: str) -> int:
         name, "host", control=control, stream=stream, clock=clock, telemetry=Telemetry(name, otlp_endpoint=""),
         drain_limit_s=60.0,
     )  # fmt: skip
-    node.add("idle", name, Busy if mode == "busy" else Idle)
+    node.add("idle", name, KINDS.get(mode, Idle))
     return await node.run()
 
 
