@@ -345,8 +345,10 @@ class AdmissionActor(Actor):
 
     def _on_native_ack(self, message: BusMessage) -> None:
         """A native client answers `accepted`, or a terminal from here; `done` before any item is a cancel."""
-        request_id = message.subject.rsplit(".", 1)[-1]
-        if self._terminals.pop(request_id, None) is not None or message.no_responders:
+        request_id, of_end = subjects.acked(message.subject)
+        if message.no_responders or request_id in self._terminals:
+            if message.no_responders or of_end:  # one of `accepted` may come late
+                self._terminals.pop(request_id, None)
             return
         owned = self._table.get(request_id)
         if owned is None or owned.stage is not own.Stage.OPEN:
@@ -402,7 +404,7 @@ class AdmissionActor(Actor):
                 if t.tries >= TERMINAL_TRIES:
                     del self._terminals[request_id]
                     continue
-                t.tries += 1
+                t.tries += self.context.bus_ok  # while the bus is away nobody can be told
                 t.next_send = now + TERMINAL_RESEND_S
                 replies.write(self.context, t.reply, request_id, t.frame)
 

@@ -393,7 +393,8 @@ class DetokenizeActor(Actor):
             self.context.send_hot(subjects.parse_mailbox(subject), FRAMES, frames)
 
     def _on_native_ack(self, message: BusMessage) -> None:
-        session = self._sessions.get(message.subject.rsplit(".", 1)[-1])
+        request_id, of_end = subjects.acked(message.subject)
+        session = self._sessions.get(request_id)
         if session is None:
             return
         now = self.clock.now()
@@ -408,10 +409,11 @@ class DetokenizeActor(Actor):
         except (BadRequest, ValueError, TypeError):
             self.context.telemetry.log.warning("malformed acknowledgement", request_id=session.request_id)
             return
-        self._client_ack(session, Ack(session.request_id, session.fence, status, nexts, window), now)
+        self._client_ack(session, Ack(session.request_id, session.fence, status, nexts, window), now, of_end=of_end)
         self._flush([session])
 
-    def _client_ack(self, session: Session, ack: Ack, now: float) -> None:
+    def _client_ack(self, session: Session, ack: Ack, now: float, *, of_end: bool = False) -> None:
+        """Take an acknowledgement; `of_end`: it answers a terminal, after which a native client need not say `done`."""
         if ack.status == "fenced":
             # The heir may have opened the request here already, or do so next: the fence is its to raise.
             if ack.fence <= session.fence:
@@ -423,8 +425,8 @@ class DetokenizeActor(Actor):
         if ack.status == "done" and not session.ended:
             session.end(Cancelled("the client wants no more"), now, silent=True)
             self._after(session, now)
-        everything = session.ended and all(c.acked >= len(c.items) for c in session.choices)
-        if everything and session.terminal_sent and session.record.reply.mode == "inbox":
+        everything = all(c.acked >= len(c.items) for c in session.choices)
+        if of_end and session.ended and (everything or session.error is not None):
             session.client_done = True
         self._retire(session)
 
@@ -486,7 +488,9 @@ class DetokenizeActor(Actor):
                 else:
                     session.engine_closed = True
             self._tell_owner(session, now)
-        if now >= session.deadline + 1.0 or (session.silent and now >= session.last_frame_at + 5.0):
+        # While the bus is away nobody can be told: the second after the deadline begins when it is back.
+        over = now >= session.deadline + 1.0 and self.context.bus_ok
+        if over or (session.silent and now >= session.last_frame_at + 5.0):
             session.client_done = session.finished_acked = session.engine_closed = True
         self._retire(session)
 

@@ -21,7 +21,8 @@ def write(context: Context, reply: ReplyTo, request_id: str, frame: dict[str, An
         context.send_hot(subjects.parse_mailbox(reply.subject), FRAMES, [frame])
         return
     data = orjson.dumps(frame) if reply.encoding == "json" else msgpack.packb(frame, use_bin_type=True)
-    context.publish(reply.subject, data, reply=subjects.ack(context.ref, request_id))
+    end = frame.get("terminal") is not None
+    context.publish(reply.subject, data, reply=subjects.ack(context.ref, request_id, end=end))
 
 
 def read(data: bytes, encoding: Literal["json", "msgpack"]) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 | `actor.<kind>.<id>.<epoch>.hot` | the same mailbox, for items, acks and frames: read on the stream connection |
 | `control.<topic>` | broadcasts: `exit`, `drain`, `metrics`, `supervisors` |
 | `heartbeat.<kind>.<id>` | liveness and load, 250 ms |
-| `ack.<kind>.<id>.<epoch>.<request>` | acknowledgements of native clients |
+| `ack.<kind>.<id>.<epoch>.<request>` | acknowledgements of native clients; with `-end` those of its terminal |
 | `kv.events.<host>` | the store's events |
 | `kv.events.<host>.device` | what the pools of the host's engines hold, likewise |
 | `usage.settled` | one record per ended request |
@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_END = "-end"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+\Z")
 _PLAIN = re.compile(r"[A-Za-z0-9-]")
 
@@ -103,9 +104,18 @@ def heartbeat(kind: str, actor_id: str) -> str:
     return f"heartbeat.{token(kind)}.{token(actor_id)}"
 
 
-def ack(ref: Ref, request_id: str) -> str:
-    """Return the subject on which a native client acknowledges one request's frames."""
-    return f"ack.{token(ref.kind)}.{token(ref.id)}.{token(ref.epoch)}.{token(request_id)}"
+def ack(ref: Ref, request_id: str, *, end: bool = False) -> str:
+    """Return the subject on which a native client acknowledges one request's frames; its terminal has one of its own.
+
+    Who has all items may still miss the terminal, and says the same words before and after it.
+    """
+    return f"ack.{token(ref.kind)}.{token(ref.id)}.{token(ref.epoch)}.{token(request_id)}{_END if end else ''}"
+
+
+def acked(subject: str) -> tuple[str, bool]:
+    """Return which request a subject of `ack` is about, and whether it is that of its terminal."""
+    name = subject.rsplit(".", 1)[-1]
+    return name.removesuffix(_END), name.endswith(_END)
 
 
 def acks_of(ref: Ref) -> str:
