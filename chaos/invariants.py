@@ -85,7 +85,9 @@ def one_ending(events: Iterable[Event]) -> list[Violation]:
         end = terminals[0]
         limit = sent.t + float(sent.data["deadline_s"]) + GRACE_S
         if sent.data["client"] == "native":
-            limit = max([limit, *(back + GRACE_S for gone, back in away if gone < limit <= back + GRACE_S)])
+            for gone, back in sorted(away):  # one outage may follow another before its second is over
+                if gone < limit <= back + GRACE_S:
+                    limit = back + GRACE_S
         if end.t > limit:
             out.append(Violation("one_ending", request, f"ended {end.t - limit:.3f} s too late"))
         late = [e for e in group[group.index(end) + 1 :] if e.kind in ("item", "finish", "accepted")]

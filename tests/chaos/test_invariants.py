@@ -216,15 +216,16 @@ def test_a_client_that_was_cut_off_is_told_when_it_is_back() -> None:
     *before, _, terminal = stream()
     error = {"error": {"code": "deadline_exceeded"}, "usage": None}
 
-    def ended(at: float, *, gone: float, for_s: float, client: str = "native") -> list[str]:
+    def ended(at: float, *, gone: float, for_s: float, client: str = "native", again: float = 0.0) -> list[str]:
         sent = replace(before[0], data={**before[0].data, "client": client})
-        away = Event(gone, "", "away", {"for_s": for_s})
+        away = [Event(t, "", "away", {"for_s": for_s}) for t in (gone, again) if t]
         end = replace(terminal, t=at, data=error)
-        return [v.detail for v in one_ending([sent, *before[1:], away, end])]
+        return [v.detail for v in one_ending([sent, *before[1:], *away, end])]
 
     limit = DEADLINE_S + 1.0
     assert ended(limit + 2.5, gone=limit - 1.0, for_s=3.0) == []
     assert ended(limit + 3.5, gone=limit - 1.0, for_s=3.0) == ["ended 0.500 s too late"]
+    assert ended(limit + 5.5, gone=limit - 1.0, for_s=3.0, again=limit + 1.8) == []
     assert ended(limit + 0.1, gone=limit - 3.0, for_s=1.0) == ["ended 0.100 s too late"]
     assert ended(limit + 0.1, gone=limit - 1.0, for_s=3.0, client="http") == ["ended 0.100 s too late"]
 
