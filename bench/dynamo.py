@@ -14,6 +14,7 @@ import httpx
 from bench.client import LoadFailed
 from bench.load import model_of, one
 from bench.servers import PeerMissing, ServerFailed
+from headrace.embedded_nats import free_port
 
 NAME = "tiny"
 LIMIT_S = 90.0
@@ -35,7 +36,7 @@ class Dynamo:
     """`async with Dynamo(...)`: one frontend, `workers` mockers, no other service; discovery by files, TCP between."""
 
     directory: Path
-    port: int
+    port: int = 0  # a free one
     workers: int = 2
     base: str = ""
     _processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Dynamo:
             ServerFailed: if that does not happen.
             PeerMissing: if it is not installed.
         """
+        self.port = self.port or free_port("127.0.0.1")
         self.base = f"http://127.0.0.1:{self.port}"
         (self._home / "kv").mkdir()
         try:

@@ -134,9 +134,9 @@ async def peer(args: argparse.Namespace, levels: list[Level]) -> dict[str, Any]:
         PeerMissing: if it is not installed.
     """
     say = print if args.verbose else lambda line: None
-    directory, port = args.peers_dir, args.port_base + 40
+    directory = args.peers_dir
     prompts = [text(f"load {n}") for n in range(args.load_streams * 4)]
-    async with Dynamo(directory, port) as dynamo:
+    async with Dynamo(directory) as dynamo:
         ttft_s, itl_s = await pace_of(dynamo.base, "tiny", 64)
         before = await measure(dynamo.base, "tiny", prompts, args.load_streams, 64)
         victims = DynamoVictims(dynamo)
@@ -150,7 +150,7 @@ async def peer(args: argparse.Namespace, levels: list[Level]) -> dict[str, Any]:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         await one(where.http, model, "Good morning.", 8)
         mine = [await measure(where.http, model, prompts, args.load_streams, 64) for _ in range(args.load_turns)]
-    async with Dynamo(directory, port) as dynamo:
+    async with Dynamo(directory) as dynamo:
         after = [await measure(dynamo.base, "tiny", prompts, args.load_streams, 64) for _ in range(args.load_turns)]
     ours_tps = statistics.median(level.tokens_per_s for level in mine)
     theirs_tps = statistics.median([before.tokens_per_s, *(level.tokens_per_s for level in after)])
