@@ -68,7 +68,9 @@ def on_orphan(
 ) -> list[Directive]:
     """Somebody holds a part of a request that is owned here."""
     if msg.fence > owned.fence:
-        return []  # commanded by somebody who has come later
+        if not owned.adopted or is_up(msg.record.owner):
+            return []  # commanded by somebody who has come later
+        owned.fence = above(msg.fence, owned.fence.owner)  # the dead one had raised it, and the backup had not heard
     if owned.stage is not Stage.OPEN:
         return table.close_elsewhere(owned, sender)
     if not owned.tokenized and msg.record.prompt_ids:

@@ -176,7 +176,8 @@ class DetokenizeActor(Actor):
         if sender is None:
             return
         session = self._sessions.get(msg.request_id)
-        if self._superseded(msg, sender, session):
+        ownerless = session is not None and not self.context.membership.is_up(session.record.owner)
+        if not ownerless and self._superseded(msg, sender, session):
             return
         if session is not None and session.ended and not session.silent:
             session.reopen(m.Open(**head_of(msg), record=session.record.model_copy(update={"owner": sender})))

@@ -43,6 +43,12 @@ class ProxiedBus:
         return f"nats://127.0.0.1:{await self.proxy.start()}"
 
     @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def _storage(self) -> Path:
         return self._directory / "jetstream"
 

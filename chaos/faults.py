@@ -122,14 +122,26 @@ async def _restart_nats(faults: Faults, target: Target) -> Done:
     at = faults.now()
     if faults.bus is not None:
         return Done("restart-nats", target.victim, await faults.bus.restart(), at)
-    if faults.instance is None:
-        raise RuntimeError("the bus of somebody else's instance is not restarted")
-    children = psutil.Process(faults.instance.pid).children()
-    server = next(c for c in children if c.name() == "nats-server")
+    server = _server(faults)
     storage = Path(server.cmdline()[-1]).parent / "jetstream"
     server.kill()
     shutil.rmtree(storage, ignore_errors=True)
     return Done("restart-nats", target.victim, server.pid, at)
+
+
+def _server(faults: Faults) -> psutil.Process:
+    if faults.bus is not None:
+        return psutil.Process(faults.bus.pid)
+    if faults.instance is None:
+        raise RuntimeError("the bus of somebody else's instance is left alone")
+    children = psutil.Process(faults.instance.pid).children()
+    return next(c for c in children if c.name() == "nats-server")
+
+
+async def _freeze_nats(faults: Faults, target: Target) -> Done:
+    """SIGSTOP of the NATS server: connections look open, and nothing passes."""
+    done = faults.freeze(_server(faults).pid, target.victim, for_s=target.for_s)
+    return Done("freeze-nats", target.victim, done.pid, done.at)
 
 
 def _proxy(faults: Faults) -> Proxy:
@@ -154,5 +166,6 @@ async def _break(faults: Faults, target: Target) -> Done:
 
 
 FAULTS: dict[str, Perform] = {
-    "kill": _kill, "freeze": _freeze, "restart-nats": _restart_nats, "cut": _cut, "break": _break,
+    "kill": _kill, "freeze": _freeze,
+    "restart-nats": _restart_nats, "freeze-nats": _freeze_nats, "cut": _cut, "break": _break,
 }  # fmt: skip

@@ -94,6 +94,7 @@ SCENARIOS: dict[str, Scenario] = {
         _one("freeze", "admission", "streams"),
         # The bus: the victim only says under whose streams.
         Scenario("restart-nats", (Act("decode", "restart-nats"),)),
+        Scenario("freeze-nats", (Act("decode", "freeze-nats", for_s=(1.0, 4.0)),)),
         Scenario("cut-decode", (Act("decode", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
         Scenario("cut-detokenize", (Act("detokenize", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
         Scenario("cut-admission", (Act("admission", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
@@ -127,7 +128,7 @@ SCENARIOS: dict[str, Scenario] = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "failover": ("kill-decode", "kill-prefill", "kill-detokenize", "kill-tokenize", "freeze-decode"),
     "full": tuple(SCENARIOS),
-    "bus": tuple(n for n, s in SCENARIOS.items() if s.needs or n == "restart-nats"),
+    "bus": tuple(n for n, s in SCENARIOS.items() if s.needs or n.endswith("-nats")),
     # A real model is slow: mostly what only it can show, which is that ids do not depend on who computes them.
     "real": (
         "kill-decode", "kill-decode-choices", "kill-decode-stops", "kill-decode-completions", "kill-decode-repeats",

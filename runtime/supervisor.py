@@ -14,7 +14,7 @@ from typing import Any
 from runtime.bus import Bus
 from runtime.child import Child
 from runtime.clock import Clock, Tasks
-from runtime.membership import SKEWED, Member, Membership
+from runtime.membership import DEAF_S, SKEWED, Member, Membership
 from runtime.restart import RestartLimits, RestartPolicy
 from runtime.vitals import Vitals
 from schemas.codec import encode
@@ -245,8 +245,18 @@ class Supervisor:
 
     def well(self) -> bool:
         """Whether silence of children may count."""
+        if self._deaf():
+            return False
         since = self._bus.connected_since if self._bus is not None and self._bus.connected else None
         return self._vitals.well(self.clock.now(), since)
+
+    def _deaf(self) -> bool:
+        """Whether all nodes fell silent at once: then it is the bus that is frozen, or cut off, and not all of them."""
+        heard: dict[str, float] = {}
+        for member in self.membership.view.all():
+            if not member.exited:
+                heard[member.node] = max(member.last_heard, heard.get(member.node, 0.0))
+        return len(heard) > 1 and self.clock.now() - max(heard.values()) > DEAF_S
 
     async def _tick_forever(self) -> None:
         while True:

@@ -291,6 +291,33 @@ def test_two_adopters_at_once_are_resolved_by_the_fence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_adopter_outbids_a_fence_that_it_had_not_heard_of(tmp_path: Path) -> None:
+    """R3. Scenario: the client's side had raised the term, the backup did not hear, and would be told `superseded`."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 300)
+        await f.items(stream, 20)
+        f.system.broker.partition("admission-0-control", "admission-1-control")
+        wall = f.system.clock.wall()
+        again = m.Submit(
+            request_id=stream.request_id, api="completion", body={}, deadline=wall + 60.0, accept_by=wall + 2.0, term=5,
+            reply=ReplyTo(subject=stream.inbox, mode="inbox", encoding="json"),
+        )  # fmt: skip
+        f.system.send(f.actor("admission-0").ref, again)
+        await f.items(stream, 60)
+        await f.kill("admission-0", again_after_s=None)
+        f.system.broker.heal()
+        await f.items(stream, 100)
+        assert f.actor("admission-1").load()["running"] == 1
+        await f.kill(f.serving("decode", stream))
+        await f.end(stream, limit_s=20.0)
+        check(stream, PROMPT, 300)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 def test_a_cancel_and_a_deadline_work_after_an_adoption(tmp_path: Path) -> None:
     """R4. Scenario: the adopter must know the deadline, and close what it never dispatched."""
 

@@ -206,6 +206,26 @@ async def test_nobody_is_killed_for_silence_while_the_bus_is_away(
     assert await supervisor.stop(10) == {"n1": 0}
 
 
+async def test_nobody_is_killed_for_silence_while_the_bus_is_frozen(
+    own_nats: NatsServer, bus: NatsBus, supervise: Callable[..., Supervisor]
+) -> None:
+    """R15. Scenario: connections look open and nothing comes; all are silent at once, which is no frozen edge."""
+    nodes = [node(own_nats, name, frozen_kill_s=1.2) for name in ("n1", "n2")]
+    supervisor = supervise(nodes, bus=bus, limits=PATIENT)
+    await supervisor.start()
+    assert await supervisor.wait_ready(15)
+    await until(supervisor.well)
+    own_nats.signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(2.5)
+    finally:
+        own_nats.signal(signal.SIGCONT)
+    await until(supervisor.well)
+    await asyncio.sleep(0.3)
+    assert [(row.kills, row.restarts) for row in supervisor.status()] == [(0, 0), (0, 0)]
+    assert await supervisor.stop(10) == {"n1": 0, "n2": 0}
+
+
 async def test_stop_asks_then_kills_and_leaves_nothing(
     own_nats: NatsServer, bus: NatsBus, supervise: Callable[..., Supervisor]
 ) -> None:
