@@ -16,6 +16,7 @@ from schemas.record import Fence, Record
 from schemas.subjects import Ref
 
 RESEND_S = 0.3
+ASK_END_S = 1.0
 MAX_ITEMS_PER_MESSAGE = 2048
 CLASSES = ("interactive", "agent", "batch")  # the first comes first
 
@@ -161,7 +162,16 @@ class Work:
         behind = self._behind
         for choice in behind:
             self.sent[choice] = self.acked[choice]
-        return bool(behind)
+        return bool(behind) or self._ask_end(now)
+
+    def _ask_end(self, now: float) -> bool:
+        """Send the last id once more when nobody has closed what is complete: the word may have been lost."""
+        whole = all(c in self.ends or c in self.unwanted for c in range(len(self.ids)))
+        if not whole or not self.ids or not self.ids[0] or now - self.unacked_since < ASK_END_S:
+            return False
+        self.unwanted.discard(0)
+        self.sent[0] = len(self.ids[0]) - 1
+        return True
 
     @property
     def _behind(self) -> list[int]:

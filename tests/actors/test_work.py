@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.work import RESEND_S, Work, make_parts, salt_of
+from actors.work import ASK_END_S, RESEND_S, Work, make_parts, salt_of
 from schemas.record import Fence, Record, ReplyTo, Sampling
 from schemas.subjects import Ref
 
@@ -128,3 +128,18 @@ def test_tenant_and_salt_do_not_run_together() -> None:
     pairs = [("ab", "c"), ("a", "bc"), ("X", ""), ("", "X"), ("a:1", ""), ("a", "1:")]
 
     assert len({salt_of(record(tenant=t, salt=s)) for t, s in pairs}) == len(pairs)
+
+
+def test_what_is_complete_and_never_closed_asks_for_its_end() -> None:
+    """Scenario: an engine is cut off while its last ids are acknowledged and closed: it would hold them until D."""
+    w = work([[5, 6, 7]])
+    assert indices(w, 0.0) == [0, 1, 2]
+    w.acknowledge([3], 0.1)
+    assert not w.rewind(0.1 + ASK_END_S)  # it may go on: no choice has ended
+    w.ends[0] = "length"
+
+    assert not w.rewind(0.05 + ASK_END_S)
+    assert w.rewind(0.1 + ASK_END_S)
+    assert indices(w, 0.1 + ASK_END_S) == [2]
+    assert not w.rewind(0.2 + ASK_END_S)
+    assert w.rewind(0.1 + 2 * ASK_END_S)
