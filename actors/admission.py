@@ -7,7 +7,7 @@ clients publish an OpenAI body to `requests.<api>` with a reply subject, which a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 import orjson
@@ -21,6 +21,7 @@ from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, 
 from actors.placement_metrics import PlacementMetrics
 from actors.rebalance import Rebalancer
 from actors.records import Records
+from actors.refusal import CLASSES, Asked, Sent, predicted_ttft_s, refusal, standing
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
@@ -38,6 +39,7 @@ from schemas.tenants import tenant_of
 NATIVE_APIS = ("chat", "completion")
 EARLY_S = 0.25  # a heartbeat's time, and less than it takes an edge to ask another admission actor
 MAX_EARLY = 256
+MAX_TERMINALS = 16_384  # written from here and not acknowledged; of more than that each is written once
 TERMINAL_RESEND_S = 0.3
 TERMINAL_TRIES = 4
 WHOLE_BELOW_TOKENS = 512  # two steps of the default budget: what comes next waits for no more than that
@@ -51,6 +53,8 @@ class AdmissionConfig:
     `warm_classes`: of requests whose KV is stored while they run; the field `warm_failover` of a request comes first.
     `rebalance`: whether running requests move from full engines to idle ones.
     `tenant_header`: header of native requests that names the tenant; empty: all have the same one.
+    `slo_ttft_s`: by class, the time to the first token; a request of which more is expected is refused.
+    `tenant_weights`: shares of tenants where several wait, as at the engines; absent ones have 1.
     """
 
     models: tuple[str, ...]
@@ -59,6 +63,8 @@ class AdmissionConfig:
     tenant_header: str = ""
     warm_classes: frozenset[str] = frozenset()
     rebalance: bool = True
+    slo_ttft_s: Mapping[str, float] = field(default_factory=dict)
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -86,8 +92,10 @@ class AdmissionActor(Actor):
             choose_detokenizer=self._choose_detokenizer,
             context_limit=self.context_limit,
             choose_target=self._choose_target,
+            refuse=self._refuse_early,
         )
         self._records = Records(context, self._table, self._perform, self._accept)
+        self._sent = Sent()
         self._in_flight = InFlight()
         self._rebalancer = Rebalancer() if config.rebalance else None
         self._terminals: dict[str, _OwnTerminal] = {}
@@ -477,7 +485,8 @@ class AdmissionActor(Actor):
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         terminal = {"usage": usage, "items": [], "error": error.info()}
         out = frame(request_id, fence, terminal=terminal)
-        self._terminals[request_id] = _OwnTerminal(reply, out, self.clock.now() + TERMINAL_RESEND_S)
+        if len(self._terminals) < MAX_TERMINALS:
+            self._terminals[request_id] = _OwnTerminal(reply, out, self.clock.now() + TERMINAL_RESEND_S)
         replies.write(self.context, reply, request_id, out)
 
     def _log_ended(self, d: own.Ended) -> None:
@@ -583,6 +592,18 @@ class AdmissionActor(Actor):
             if move is not None:
                 self._perform(self._table.move(move.request_id, move.to, "balance", now))
 
+    def _refuse_early(self, record: Record, placement: Placement, remaining_s: float) -> HeadraceError | None:
+        """Return why a request is refused: its first token is expected too late for its deadline, or for its class."""
+        first = self.context.membership.get(placement.first)
+        if first is None:
+            return None
+        senders = len(self._members("admission"))
+        asked = _asked(record, placement)
+        since = self._sent.since(placement.first, self._counted(placement.first), senders, self.clock.now())
+        engine = standing(first.load, since)
+        expected_s = predicted_ttft_s(engine, asked, placement.service_s, self.config.tenant_weights)
+        return refusal(engine, expected_s, remaining_s, self.config.slo_ttft_s.get(record.request_class))
+
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer."""
         members = self._members("detokenize")
@@ -603,7 +624,12 @@ class AdmissionActor(Actor):
         placement = owned.placement if owned is not None else None
         work = [(msg.detokenize, 64)]
         if placement is not None:
+            self._sent.sent(placement.first, msg.request_id, _asked(msg.record, placement), now)
             work.append((placement.first, placement.new_tokens))
             work.append((placement.decode or placement.first, SEQUENCE_TOKENS * msg.record.num_choices))
         for ref, tokens in work:
             self._in_flight.sent(ref, tokens, msg.request_id, now)
+
+
+def _asked(record: Record, placement: Placement) -> Asked:
+    return Asked(record.tenant, CLASSES.index(record.request_class), placement.new_tokens)

@@ -80,6 +80,7 @@ class Destination:
             work.parts[msg.part] = part
             for choice, outputs in zip(msg.choices, msg.outputs, strict=True):
                 work.ids[choice] = list(outputs)
+                work.given[choice] = len(outputs)
             self._queue.append((work, part))
         part.source = msg.source
         if part.refs is not None:

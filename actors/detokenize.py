@@ -32,6 +32,8 @@ NO_RESPONDER_WINDOW_S = 2.5
 NO_RESPONDERS = 3
 # After a restart of the bus a client may come back later than this node: nats clients wait 2 s between two attempts.
 RECONNECT_GRACE_S = 2.5
+SLOW_READER_S = 30.0  # a client that acknowledges nothing for so long, although items wait for it, is given up
+SLOW_KEPT_S = 5.0  # and forgotten so long after that
 RETIRED = 4096
 # Owners send `Open` and `Dispatch` together, so items may come first; a lost `Open` is repeated after 0.2 s.
 EARLY_S = 0.5
@@ -70,12 +72,16 @@ class DetokenizeActor(Actor):
 
     Args:
         load_vocabulary: called once in a thread; the actor is ready when it returns.
+        slow_reader_s: how long a client may take nothing of what waits for it.
     """
 
     kind: ClassVar[str] = "detokenize"
 
-    def __init__(self, context: Context, *, load_vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(
+        self, context: Context, *, load_vocabulary: Callable[[], Vocabulary], slow_reader_s: float = SLOW_READER_S
+    ) -> None:
         super().__init__(context)
+        self._slow_reader_s = slow_reader_s
         self._load_vocabulary = load_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._sessions: dict[str, Session] = {}
@@ -86,6 +92,7 @@ class DetokenizeActor(Actor):
         self._tokens = telemetry.counter("detokenize_items_total", "Items received in order")
         self._fenced = telemetry.counter("detokenize_fenced_total", "Item batches refused under a lower fence")
         self._resent = telemetry.counter("detokenize_frames_resent_total", "Frames repeated unacknowledged")
+        self._slow = telemetry.counter("slow_readers_total", "Requests ended because their client took nothing")
 
     async def start(self) -> None:
         """Load the vocabulary and listen for native clients' acknowledgements."""
@@ -361,7 +368,9 @@ class DetokenizeActor(Actor):
 
     def _close_engine(self, session: Session) -> None:
         assert session.source is not None
-        close = m.Close(request_id=session.request_id, fence=session.fence, reason="finish", reply=self.ref)
+        close = m.Close(
+            request_id=session.request_id, fence=session.fence, reason=session.close_reason, reply=self.ref
+        )  # fmt: skip
         self.context.send(session.source, close)
 
     def _tell_owner(self, session: Session, now: float) -> None:
@@ -469,6 +478,9 @@ class DetokenizeActor(Actor):
                 nexts = [len(c.text.ids) for c in session.choices]
                 stalled = m.Stalled(request_id=session.request_id, fence=session.fence, next=nexts)
                 self.context.send(session.record.owner, stalled)
+            if session.give_up_reader(self._slow_reader_s, now):
+                self._slow.inc()
+                self._after(session, now)
             if session.rewind(now):
                 self._resent.inc()
                 resend.append(session)
@@ -493,6 +505,8 @@ class DetokenizeActor(Actor):
         over = now >= session.deadline + 1.0 and self.context.bus_ok
         if over or (session.silent and now >= session.last_frame_at + 5.0):
             session.client_done = session.finished_acked = session.engine_closed = True
+        if session.slow_at and now >= session.slow_at + SLOW_KEPT_S:
+            session.client_done = True
         self._retire(session)
 
     def _retire(self, session: Session) -> None:

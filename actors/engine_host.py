@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -19,10 +19,12 @@ from actors.heirs import ORPHAN_RESEND_S, heir
 from actors.migration import Migration
 from actors.prefill import Source
 from actors.prefix import PrefixStore
+from actors.waste import Waste
 from actors.watchdog import Watchdog
-from actors.work import Work, make_parts, salt_text
+from actors.work import CLASSES, Work, make_parts, salt_text
 from engine.core import EngineCore, StepResult
 from engine.failures import error_of
+from engine.live import Spent
 from engine.loop import EngineThread
 from engine.plan import Runner
 from engine.scheduler import Scheduler
@@ -65,6 +67,8 @@ class EngineActor(Actor):
         step_limit_s: with work and without a step for so long the engine counts as failed.
         directory, prefix: where the pool's file lies and how its name begins.
         always_load: load what the store has of a prompt also where computing it is sooner.
+        tenant_weights: shares of tenants where several wait.
+        pace_s: by class, the longest step that running sequences shall see.
     """
 
     tells_ease: ClassVar[bool] = True  # placement would pass over it for a quarter of a second
@@ -85,11 +89,16 @@ class EngineActor(Actor):
         max_draft: int = MAX_DRAFT,
         step_limit_s: float = STEP_LIMIT_S,
         always_load: bool = False,
+        tenant_weights: Mapping[str, float] | None = None,
+        pace_s: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(context)
         self._watchdog = Watchdog(step_limit_s)
         self.role = role
         self.always_load = always_load
+        self._tenant_weights = dict(tenant_weights or {})
+        self._pace_s = {CLASSES.index(name): seconds for name, seconds in (pace_s or {}).items()}
+        self.waste = Waste(context.telemetry)
         self._make_runner = make_runner
         self._directory = directory
         self._pool_name = f"{prefix.removeprefix('headrace-')}{role}-{context.ref.id}"
@@ -155,6 +164,8 @@ class EngineActor(Actor):
             parking_tokens=self._parking_tokens,
             drafter=None if self._make_drafter is None else self._make_drafter(runner),
             max_draft=self._max_draft,
+            tenant_weights=self._tenant_weights,
+            pace_s=self._pace_s,
         )
         runner.warm_up()
         return core
@@ -189,7 +200,8 @@ class EngineActor(Actor):
         if self.thread is None:
             return {"running": 0, "waiting": 0}
         counted = [name for name, work in self.works.items() if work.counted]
-        held = {"requests": list(self.works)[:64], "counted": counted[:64]}
+        # The newest: senders ask whether what they have just sent is counted.
+        held = {"requests": list(self.works)[:64], "counted": counted[-64:]}
         names = {"root": self._root_fields, "block_nbytes": self.pool.block_nbytes if self.pool is not None else 0}
         return {**self.thread.load, "steps": self.thread.steps, **held, **names, **self.report.load()}
 
@@ -238,7 +250,9 @@ class EngineActor(Actor):
                 self._redirect(message)
             case m.Close():
                 below = message.reason == "fenced"
-                self.close(message.request_id, message.fence, message.reply or sender, below=below)
+                self.close(
+                    message.request_id, message.fence, message.reply or sender, below=below, reason=message.reason
+                )
             case m.Closed():
                 self._closed(message)
             case m.Reserve():
@@ -284,7 +298,7 @@ class EngineActor(Actor):
         if held is not None and held.fence > fence:
             return False
         if held is not None and held.fence < fence:
-            self.close(request_id, fence, None, below=True)
+            self.close(request_id, fence, None, below=True, reason="fenced")
         return True
 
     def _dispatch(self, msg: m.Dispatch) -> None:
@@ -342,7 +356,9 @@ class EngineActor(Actor):
         self._abort(work)
         self._send_error(work)
 
-    def _abort(self, work: Work, then: Callable[[object, object], None] | None = None) -> None:
+    def _abort(
+        self, work: Work, then: Callable[[object, object], None] | None = None, reason: str = "error"
+    ) -> None:
         """Drop a request's sequences and loads; blocks that the transfer actor may still touch wait for its word."""
         self.prefix.forget(work)
         self.migration.forget(work)
@@ -353,11 +369,16 @@ class EngineActor(Actor):
                 self.destination.abort_transfer(work, part)
         keys, request_id = work.keys(), work.request_id
 
-        def abort(core: EngineCore) -> None:
+        def abort(core: EngineCore) -> Spent:
+            spent = Spent()
             for key in keys:
+                spent = spent.plus(core.spent(key))
                 core.abort(key, writer=writers.get(key))
+            return spent
 
-        def ended(result: object, error: object) -> None:
+        def ended(result: Spent | None, error: object) -> None:
+            if result is not None:
+                self.waste.closed(result, reason)
             self._ending[request_id] -= 1
             if not self._ending[request_id]:
                 del self._ending[request_id]
@@ -385,11 +406,14 @@ class EngineActor(Actor):
         head = {"request_id": msg.request_id, "fence": msg.fence}
         self.context.send(msg.reply, m.Redirected(**head, known=known))
 
-    def close(self, request_id: str, fence: Fence, reply: Ref | None, *, below: bool = False) -> None:
+    def close(
+        self, request_id: str, fence: Fence, reply: Ref | None, *, below: bool = False, reason: str = "finish"
+    ) -> None:
         """End a request here, whatever its phase; idempotent. Blocks that a transfer may touch are quarantined.
 
         Args:
             below: end only what runs under a lower fence; work under this one may come, or be here already.
+            reason: as in `Close`; what was computed in vain is counted by it.
         """
         work = self.works.get(request_id)
         if work is not None and work.fence > fence:
@@ -418,7 +442,8 @@ class EngineActor(Actor):
             self.context.telemetry.hop(
                 "hop.decode", work.record.traceparent, work.began, self.clock.wall(), request_id=request_id
             )
-        self._abort(work, answer)
+        self.waste.closed(work.spent_on_ended(), reason)
+        self._abort(work, answer, reason)
 
     def _closed(self, msg: m.Closed) -> None:
         work = self.works.get(msg.request_id)
@@ -453,6 +478,8 @@ class EngineActor(Actor):
             self._tokens.inc(result.num_tokens)
             self._step_seconds.observe(result.duration_s)
         self.report.computed(result.prefills)
+        if any(result.expired):
+            self.waste.add(result.expired, "expired")
         touched: dict[str, Work] = {}
         for key, tokens in result.cached.items():
             work = self._work_of(key)
@@ -540,7 +567,7 @@ class EngineActor(Actor):
                     work.orphan_at = now + ORPHAN_RESEND_S
             # The detokenizer ends a stream at its deadline and closes it here; this is for when it could not.
             if wall > work.record.deadline + 1.0:
-                self.close(work.request_id, work.fence, None)
+                self.close(work.request_id, work.fence, None, reason="expire")
         self.source.tick(now)
         self.destination.tick(now)
         self.migration.tick(now)

@@ -27,7 +27,7 @@ from actors.owned import (
 )
 from actors.placement import Placement
 from schemas import messages as m
-from schemas.errors import Cancelled, DeadlineExceeded, HeadraceError, from_info
+from schemas.errors import Cancelled, DeadlineExceeded, HeadraceError, SlowReader, from_info
 from schemas.record import Fence, Record
 from schemas.subjects import Ref
 
@@ -52,6 +52,7 @@ class Ownership:
         choose_detokenizer: `(record) -> Ref | None`.
         choose_target: `(record, avoid) -> Ref | None`: an engine that a running request can move to; without it nothing
             moves.
+        refuse: `(record, placement, remaining_s) -> error | None`: asked once, before the first dispatch.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Ownership:
         choose_detokenizer: Callable[[Record], Ref | None],
         context_limit: Callable[[], int],
         choose_target: Callable[[Record, frozenset[Ref]], Ref | None] | None = None,
+        refuse: Callable[[Record, Placement, float], HeadraceError | None] | None = None,
     ) -> None:
         self._me = me
+        self._refuse = refuse
         self._is_up = is_up
         self._choose_engines = choose_engines
         self._choose_detokenizer = choose_detokenizer
@@ -309,7 +312,8 @@ class Ownership:
             return []
         owned.fence = owned.next_fence()
         owned.timeline["ended"] = now
-        return [*self._close(owned, reason, now), self._ended(owned, Cancelled.default_code or reason, None)]
+        outcome = SlowReader.default_code if reason == SlowReader.default_code else Cancelled.default_code
+        return [*self._close(owned, reason, now), self._ended(owned, outcome or reason, None)]
 
     def edge_down(self, edge_subject: str, now: float) -> list[Directive]:
         """An edge incarnation is gone with all its connections: cancel what it asked for."""
@@ -392,6 +396,9 @@ class Ownership:
                 return [Send(o.detok, m.FenceIds(**o.head()))]
             o.placement = self._choose_engines(o.record, frozenset(o.suspects))
             o.dispatched = o.started = False
+            error = self._refusal(o, now)
+            if error is not None:
+                return self._end_with(o, error, now)
         if o.placement is None or o.detok is None:
             return out
         if not o.dispatched:
@@ -404,6 +411,18 @@ class Ownership:
         elif o.leaving is not None:
             out += self._leave(o, now)
         return out
+
+    def _refusal(self, o: Owned, now: float) -> HeadraceError | None:
+        """Return why a request is refused for what is expected: never once anything was computed for it."""
+        fresh = not o.ever_dispatched and o.fence.term == 0 and not any(o.outputs)
+        if o.placement is None or self._refuse is None or not fresh:
+            return None
+        error = self._refuse(o.record, o.placement, o.deadline - now)
+        if error is not None:
+            o.placement = None
+            if not o.opened:
+                o.detok = None  # chosen, and told nothing yet
+        return error
 
     def _tokenize(self, o: Owned) -> m.Tokenize:
         return m.Tokenize(

@@ -61,6 +61,7 @@ class Placement:
     decode: Ref | None
     estimate_s: float = field(default=0.0, compare=False)
     new_tokens: int = field(default=0, compare=False)
+    service_s: float = field(default=0.0, compare=False)  # the estimate without the queue
     reason: str = field(default="", compare=False)
 
 
@@ -149,14 +150,14 @@ class _Finder:
             return None
         ref = next(ref for ref in refs if self._views[ref].name == choice.name)
         new = self._tokens - choice.loaded_tokens - choice.copied_tokens
-        return Placement(ref, None, choice.ttft_s, new, self._why(refs, ref, choice))
+        return Placement(ref, None, choice.ttft_s, new, choice.service_s, self._why(refs, ref, choice))
 
     def pair(self, first: Placement, decode: Ref) -> Placement:
         """Return a hand-off: copying the blocks takes what loading them from the store would."""
         costs = self._views[decode].costs
         assert costs is not None
         estimate = first.estimate_s + costs.load.seconds(self._tokens)
-        return Placement(first.first, decode, estimate, first.new_tokens, first.reason)
+        return Placement(first.first, decode, estimate, first.new_tokens, first.service_s, first.reason)
 
     def _why(self, refs: Sequence[Ref], chosen: Ref, choice: Choice) -> str:
         if len(refs) == 1:

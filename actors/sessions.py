@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.text import ChoiceText, TextRules, TokenBytes
 from schemas import messages as m
-from schemas.errors import HeadraceError, ReplayMismatch
+from schemas.errors import Cancelled, DeadlineExceeded, HeadraceError, ReplayMismatch, SlowReader
 from schemas.items import Ack, ItemBatch, TextItem, frame
 from schemas.record import Fence, Record
 from schemas.subjects import Ref
@@ -70,6 +70,8 @@ class Session:
     orphan_at: float = 0.0  # when to report that next
     orphan_tries: int = 0
     traced: bool = False
+    waits_since: float = 0.0  # since when items wait for a client that acknowledges none
+    slow_at: float = 0.0  # when its client was given up
 
     @classmethod
     def open(
@@ -107,6 +109,8 @@ class Session:
         An id that differs from the one held under the same index ends the request with `ReplayMismatch`.
         """
         self.source, self.engine_closed = source, False
+        if not self.waiting:
+            self.waits_since = now
         if batch.cached_tokens is not None:
             if not self.first_item_at:
                 self.cached_tokens, self.cached_by = batch.cached_tokens, batch.fence
@@ -130,12 +134,44 @@ class Session:
         if all(c.finished for c in self.choices):
             self.end(None, now)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are items that the client has not acknowledged."""
+        return any(c.acked < len(c.items) for c in self.choices)
+
+    def give_up_reader(self, limit_s: float, now: float) -> bool:
+        """End it if its client has acknowledged nothing for so long although items wait; true if so.
+
+        What the engine computed is of no use then, even if that was all of it.
+        """
+        if self.slow_at or self.silent or self.client_done or not self.waiting or now - self.waits_since < limit_s:
+            return False
+        error = SlowReader(f"the client took nothing for {limit_s:g} s although items waited for it")
+        self.end(error, now)
+        self.error, self.slow_at, self.terminal_sent = error, now, False
+        return True
+
     def end(self, error: HeadraceError | None, now: float, *, silent: bool = False) -> None:
         """Decide the one ending; later ones change nothing."""
         if not self.ended:
             self.ended, self.error, self.silent = True, error, silent
             self.client_done = silent
             self.next_finished = now
+
+    @property
+    def close_reason(self) -> str:
+        """Why the engine is closed."""
+        match self.error:
+            case None:
+                return "finish"
+            case DeadlineExceeded():
+                return "expire"
+            case SlowReader():
+                return "slow_reader"
+            case Cancelled():
+                return "cancel"
+            case _:
+                return "error"
 
     def engine_ack(self) -> Ack:
         """Return what the engine may forget: -1 for a choice that wants nothing more."""
@@ -212,7 +248,7 @@ class Session:
             if choice.acked < upto:
                 choice.acked = upto
                 choice.sent = max(choice.sent, upto)
-                self.unacked_since = now
+                self.unacked_since = self.waits_since = now
         if window >= 0:
             self.window = max(1, window)
         self.no_responder_at.clear()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.live import HeldBlocks
+from engine.live import HeldBlocks, Spent
 from engine.plan import Sampled
 from engine.sequence import Key, Sequence
 from schemas import messages as m
@@ -72,8 +72,10 @@ class Work:
     orphan_at: float = 0.0  # when to report that next, or to look for it
     orphan_tries: int = 0
     counted: bool = False  # its sequences show in the engine's load
+    given: list[int] = field(default_factory=list)  # ids that each choice came with
 
     def __post_init__(self) -> None:
+        self.given = [len(ids) for ids in self.ids]
         # Ids that came with the dispatch are sent again too: the detokenizer may be a new one, and checks the others.
         self.acked = [0] * len(self.ids)
         self.sent = [0] * len(self.ids)
@@ -102,6 +104,15 @@ class Work:
     def job(self, part: Part) -> str:
         """Return the name of a part's transfer; it is also the writer that its blocks may wait for."""
         return f"{self.request_id}.{part.number}.{self.fence.term}.{self.fence.n}"
+
+    def spent_on_ended(self) -> Spent:
+        """What was computed here for choices that the engine has brought to their ends."""
+        out = Spent()
+        for choice in self.ends:
+            first = choice % self.record.n == 0  # the choices of a prompt share its blocks
+            prompt = len(self.record.prompt_ids[choice // self.record.n]) - self.cached.get(choice // self.record.n, 0)
+            out = out.plus(Spent(prompt if first else 0, len(self.ids[choice]) - self.given[choice]))
+        return out
 
     def append(self, item: Sampled) -> bool:
         """Take an engine's next id; false if it is not the next one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +13,15 @@ from urllib.parse import urlsplit
 
 class LoadFailed(Exception):
     """Raised when a measured request does not end well; a benchmark of failures measures nothing."""
+
+
+class Refused(LoadFailed):
+    """Raised when a request is answered with another status than 200."""
+
+    def __init__(self, status: int, retry_after_s: float | None, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True)
@@ -58,7 +68,14 @@ class _Body:
         return data[:-2]
 
 
-async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0, timing: Timing | None = None) -> Timing:
+async def stream(
+    base: str,
+    body: dict[str, Any],
+    *,
+    limit_s: float = 600.0,
+    timing: Timing | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Timing:
     """Send one streamed chat request and time its parts.
 
     Args:
@@ -66,15 +83,19 @@ async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0, tim
         body: of the request; made a streamed one with usage.
         limit_s: for the whole of it.
         timing: filled while the answer comes, for a caller that looks on.
+        headers: more of them.
 
     Raises:
-        LoadFailed: if it is refused, fails, or ends early.
+        Refused: if it is answered with another status than 200.
+        LoadFailed: if it fails, or ends early.
     """
     url = urlsplit(base)
     payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(payload)}\r\nConnection: close\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        + "\r\n"
     )
     async with asyncio.timeout(limit_s):
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -83,10 +104,11 @@ async def stream(base: str, body: dict[str, Any], *, limit_s: float = 600.0, tim
             timing.sent_at = time.monotonic()
             writer.write(head.encode() + payload)
             status = await reader.readline()
-            headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-            answer = _Body(reader, b"transfer-encoding: chunked" in headers)
+            answered = (await reader.readuntil(b"\r\n\r\n")).lower()
+            answer = _Body(reader, b"transfer-encoding: chunked" in answered)
             if b" 200 " not in status:
-                raise LoadFailed(f"{status.decode().strip()}: {(await answer.read()).decode(errors='replace')[:300]}")
+                text = f"{status.decode().strip()}: {(await answer.read()).decode(errors='replace')[:300]}"
+                raise Refused(int(status.split()[1]), _retry_after(answered), text)
             await _events(answer, timing)
             return timing
         finally:
@@ -115,6 +137,13 @@ async def fetch_s(base: str, path: str, *, limit_s: float = 60.0) -> float:
             return took
         finally:
             writer.close()
+
+
+def _retry_after(head: bytes) -> float | None:
+    for line in head.split(b"\r\n"):
+        if line.startswith(b"retry-after:"):
+            return float(line.partition(b":")[2])
+    return None
 
 
 async def _events(body: _Body, timing: Timing) -> None:

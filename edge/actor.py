@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from edge.app import Parts, create_app
 from edge.exchange import MAX_OPEN, Exchange
 from edge.generate import Limits
+from edge.goodput import Goodput
 from edge.health import STATES, cut_off, degraded, missing
 from edge.metrics import EdgeMetrics, MetricsCollector
 from edge.pins import PinRoutes
@@ -28,6 +29,7 @@ class EdgeActor(Actor):
         limits: of the HTTP side.
         max_open: requests that may be open at once.
         admin_token: opens the routes of who runs the instance; empty: they are closed.
+        unloaded_s: median time to the first token, and between tokens, without load; 0: learnt.
         listen: False serves no socket; the application is then reached as `app`.
     """
 
@@ -44,12 +46,14 @@ class EdgeActor(Actor):
         max_open: int = MAX_OPEN,
         listen: bool = True,
         admin_token: str = "",
+        unloaded_s: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         super().__init__(context)
         if not models:
             raise ValueError("an edge needs at least one model name")
         self.metrics = EdgeMetrics(context.telemetry)
-        self.exchange = Exchange(context, self.metrics, max_open=max_open)
+        self.goodput = Goodput(context.telemetry, *unloaded_s)
+        self.exchange = Exchange(context, self.metrics, max_open=max_open, goodput=self.goodput)
         self._collector = MetricsCollector(context)
         self._pins = PinRoutes(context, admin_token)
         self._was_ready = False
@@ -128,6 +132,7 @@ class EdgeActor(Actor):
         return {
             "requests_in_flight": len(self.exchange),
             "oldest_request_age_seconds": self.exchange.oldest_age_s,
+            **self.goodput.statistics(self.context.clock.now()),
         }
 
     async def metrics_page(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from edge.goodput import Goodput
 from edge.inflight import CREDIT, Inflight, Verdict
 from edge.metrics import EdgeMetrics
 from edge.submission import ACCEPT_BY_S, CANCEL_LIMIT_S, Cancelling, Submission
@@ -48,6 +49,10 @@ class OpenRequest:
         self.acked_window = CREDIT
         self.acked_at = now
         self.left = False
+        self.alone = False  # no other request was open here in all its time
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.num_items = 0
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -69,8 +74,11 @@ class OpenRequest:
 class Exchange:
     """All open requests of one edge."""
 
-    def __init__(self, context: Context, metrics: EdgeMetrics, *, max_open: int = MAX_OPEN) -> None:
+    def __init__(
+        self, context: Context, metrics: EdgeMetrics, *, max_open: int = MAX_OPEN, goodput: Goodput | None = None
+    ) -> None:
         self._context = context
+        self._goodput = goodput if goodput is not None else Goodput(context.telemetry)
         self._metrics = metrics
         self._max_open = max_open
         self._open: dict[str, OpenRequest] = {}
@@ -119,6 +127,7 @@ class Exchange:
             TooLarge: if the request does not fit into a message.
         """
         if len(self._open) >= self._max_open:
+            self._goodput.refused(request_class, self._context.clock.now())
             raise Overloaded(f"{self._max_open} requests are open here already", code="too_many_requests")
         clock = self._context.clock
         now = clock.now()
@@ -134,6 +143,9 @@ class Exchange:
         request.tenant = tenant
         if not self._submit(request):
             raise Unavailable("no admission actor is running")
+        request.alone = not self._open
+        if len(self._open) == 1:
+            next(iter(self._open.values())).alone = False
         self._open[request.id] = request
         wall = clock.wall()
         context = self._context
@@ -147,9 +159,24 @@ class Exchange:
         if self._open.pop(request.id, None) is None:
             return
         inflight = request.inflight
+        self._judge(request)
         inflight.end(Cancelled(f"closed by the edge: {reason}"))
         if inflight.ended_here:
             self._cancel(request, reason)
+
+    def _judge(self, request: OpenRequest) -> None:
+        inflight, now = request.inflight, self._context.clock.now()
+        if request.left or not inflight.ended:
+            return  # its client did not want to know
+        if inflight.error is not None:
+            early = isinstance(inflight.error, Overloaded)
+            (self._goodput.refused if early else self._goodput.failed)(request.request_class, now)
+        elif request.first_at:
+            gaps = request.num_items / request.parsed.num_choices - 1.0
+            itl_s = (request.last_at - request.first_at) / gaps if gaps >= 1.0 else None
+            self._goodput.ended(
+                request.request_class, request.first_at - request.received_at, itl_s, now, alone=request.alone
+            )
 
     def taken(self, request: OpenRequest) -> None:
         """A slow reader has taken what waited for it: give its credit back at once."""
@@ -209,6 +236,9 @@ class Exchange:
     def _observe(self, request: OpenRequest, fresh: tuple[tuple[int, int], ...], now: float) -> None:
         if not request.last_item_at:
             self._metrics.ttft.observe(now - request.received_at)
+            request.first_at = now
+        request.last_at = now
+        request.num_items += sum(count for _, count in fresh)
         for choice, count in fresh:
             before = request.last_item_at.get(choice)
             if before is not None:

@@ -15,14 +15,15 @@ from edge.exchange import Exchange, OpenRequest
 from edge.inflight import Delta
 from edge.metrics import EdgeMetrics
 from edge.openai_shapes import Shape
-from edge.reading import ClientLeft, check_content, read_body, read_terms
+from edge.reading import ClientLeft, ReaderStalled, check_content, read_body, read_terms
 from edge.stream import write_stream
 from runtime.actor import Context
-from schemas.errors import Unavailable
+from schemas.errors import SlowReader, Unavailable
 from schemas.openai import load_json, parse_request
 from schemas.tenants import tenant_of
 
 MAX_UNKNOWN_LOGGED = 256
+ABORT = "headrace.abort"  # extension of a scope: ends the connection at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Limits:
     body_limit_s: float = 30.0
     default_deadline_s: float = 600.0
     keepalive_s: float = 10.0
+    slow_reader_s: float = 30.0  # how long a client may take nothing of what waits for it
     tenant_header: str = ""  # which header names the tenant; empty: all requests have the same one
 
 
@@ -53,6 +55,12 @@ class Generate:
         """Answer one request."""
         try:
             await self._answer(scope, receive, send)
+        except ReaderStalled:
+            self.metrics.slow_readers.inc()
+            # What it did not take would keep the connection for ever, if it was only closed.
+            connection = scope.get("extensions", {}).get(ABORT)
+            if connection is not None:
+                connection["abort"]()
         except ClientLeft:
             self.metrics.disconnects.inc()
 
@@ -84,11 +92,14 @@ class Generate:
             if parsed.stream:
                 await write_stream(
                     request, shape, self.exchange, self.metrics, self.context.clock, send,
-                    keepalive_s=limits.keepalive_s,
+                    keepalive_s=limits.keepalive_s, slow_reader_s=limits.slow_reader_s,
                 )  # fmt: skip
             else:
                 response = await self._whole(request, shape)
                 await response(scope, receive, send)
+        except ReaderStalled:
+            self.exchange.close(request, reason=SlowReader.default_code or "")
+            raise
         finally:
             watcher.cancel()
             self.exchange.close(request)

@@ -39,6 +39,7 @@ class EdgeMetrics:
             "http_streams_failed_total", "Streams that ended with an error after their first byte"
         )
         self.disconnects = telemetry.counter("http_disconnects_total", "Clients that left before their answer's end")
+        self.slow_readers = telemetry.counter("http_slow_readers_total", "Clients given up because they took nothing")
         self.fenced = telemetry.counter("edge_frames_fenced_total", "Frames refused under a lower fence")
         self.malformed = telemetry.counter("edge_frames_malformed_total", "Frames that could not be read")
         self.resubmitted = telemetry.counter("edge_resubmissions_total", "Submissions after the first of a request")

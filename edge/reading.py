@@ -19,6 +19,10 @@ class ClientLeft(Exception):
     """Raised when the connection closed before the request was complete: there is nobody to answer."""
 
 
+class ReaderStalled(ClientLeft):
+    """Raised when the client takes nothing of its answer for too long; its connection is of no use any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What a request's headers and body say together; the body wins."""

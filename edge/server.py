@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edge.errors import error_response
+from edge.generate import ABORT
 from runtime.actor import Context
 from schemas.errors import BadRequest
 
@@ -71,6 +72,11 @@ class _Protocol(HttpToolsProtocol):
         """Begin."""
         super().connection_made(transport)
         self.transport = _Joined(transport)  # type: ignore[assignment]
+
+    def on_message_begin(self) -> None:
+        """Let whoever answers end the connection."""
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a malformed request and close."""

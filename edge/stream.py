@@ -11,7 +11,7 @@ from starlette.types import Message, Send
 from edge.exchange import Exchange, OpenRequest
 from edge.metrics import EdgeMetrics
 from edge.openai_shapes import Shape
-from edge.reading import ClientLeft
+from edge.reading import ReaderStalled
 from runtime.clock import Clock
 from schemas.errors import HeadraceError
 
@@ -37,7 +37,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 async def write_stream(
     request: OpenRequest, shape: Shape, exchange: Exchange, metrics: EdgeMetrics, clock: Clock, send: Send,
-    *, keepalive_s: float,
+    *, keepalive_s: float, slow_reader_s: float,
 ) -> None:  # fmt: skip
     """Write an answer as a stream.
 
@@ -46,7 +46,7 @@ async def write_stream(
 
     Raises:
         HeadraceError: if the request failed and nothing has been sent.
-        ClientLeft: if the client takes nothing even after the deadline.
+        ReaderStalled: if the client takes nothing for `slow_reader_s`, or even after the deadline.
     """
     inflight = request.inflight
     started = False
@@ -65,11 +65,12 @@ async def write_stream(
         if out:
             if not started:
                 started = True
-                await _send(send, {"type": "http.response.start", "status": 200, "headers": HEADERS}, request, clock)
+                head = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+                await _send(send, head, request, clock, slow_reader_s)
             last_sent = clock.now()
             over = inflight.ended
             body = {"type": "http.response.body", "body": b"".join(out), "more_body": not over}
-            await _send(send, body, request, clock)
+            await _send(send, body, request, clock, slow_reader_s)
             if over:
                 return
             # More may have come while a slow reader made the write wait.
@@ -78,12 +79,13 @@ async def write_stream(
         await request.wait(max(0.001, last_sent + keepalive_s - clock.now()))
 
 
-async def _send(send: Send, message: Message, request: OpenRequest, clock: Clock) -> None:
+async def _send(send: Send, message: Message, request: OpenRequest, clock: Clock, slow_reader_s: float) -> None:
+    limit_s = min(slow_reader_s, max(0.0, request.ends_at - clock.now()) + STALLED_S)
     try:
-        async with asyncio.timeout(max(0.0, request.ends_at - clock.now()) + STALLED_S):
+        async with asyncio.timeout(limit_s):
             await send(message)
     except TimeoutError as exc:
-        raise ClientLeft from exc
+        raise ReaderStalled from exc
 
 
 def _ending(request: OpenRequest, shape: Shape, metrics: EdgeMetrics) -> list[bytes]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.costs import Work, total_work
+from engine.drain import DrainRate
 from engine.failures import NOT_NUMBERS
+from engine.fairness import Fairness
 from engine.lending import Lending
 from engine.live import (
     Candidate,
@@ -16,6 +18,7 @@ from engine.live import (
     NeverFits,
     Outcome,
     Progress,
+    Spent,
     StepResult,
     check_ids,
     check_sequence,
@@ -64,6 +67,8 @@ class EngineCore:
         parking_tokens: int = 0,
         drafter: Drafter | None = None,
         max_draft: int = MAX_DRAFT,
+        tenant_weights: Mapping[str, float] | None = None,
+        pace_s: Mapping[int, float] | None = None,
     ) -> None:
         """Bind the runner to the pool.
 
@@ -80,6 +85,8 @@ class EngineCore:
             parking_tokens: tokens whose KV can be kept in host memory for preempted sequences.
             drafter: guesses ids ahead where that pays; without one nothing is guessed.
             max_draft: most ids guessed per sequence and step, 1 to 8.
+            tenant_weights: shares of tenants where several wait; absent ones have 1.
+            pace_s: by priority, the longest step that running sequences shall see; absent: as `StepCosts` says.
         """
         self.runner = runner
         self.pool = pool
@@ -90,7 +97,10 @@ class EngineCore:
         self.wall = wall
         self._max_waiting = max_waiting
         self._cache_outputs = cache_outputs
-        self._roster = Roster(scheduler.rank)
+        self._fair = Fairness(tenant_weights, capacity=pool.num_blocks * BLOCK_TOKENS)
+        self._roster = Roster(scheduler.rank, fair=self._fair, aging_s=scheduler.aging_s)
+        self._drain = DrainRate()
+        self._expired = Spent()
         self._lent = Lending(pool)
         self._parking = Parking(parking_tokens // BLOCK_TOKENS * pool.block_nbytes, pool.block_nbytes, now)
         self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
@@ -100,7 +110,9 @@ class EngineCore:
             "prompt_tokens cached_tokens drafted accepted nan_rows".split(),
             0,
         )
-        self._planner = Planner(scheduler, pool, self._roster, self._lent, self._parking, self._counts)
+        self._planner = Planner(
+            scheduler, pool, self._roster, self._lent, self._parking, self._counts, now, pace_s
+        )  # fmt: skip
         self.costs = self._planner.costs
         self._measured: tuple[Work, float] | None = None  # the last step's work and seconds, until `learn`
         self._prefills = Prefills()
@@ -320,7 +332,15 @@ class EngineCore:
         rows = [make_row(self._roster.live[seq.key], n, drafts.get(seq.key, ())) for seq, n, _ in decision.grants]
         sampled, crash = self._execute(rows)
         outcome = self._commit(rows, sampled, crash)
-        return self._emit(decision, rows, outcome, ended, crash, started)
+        result = self._emit(decision, rows, outcome, ended, crash, started)
+        self._after_step(rows, started)
+        return result
+
+    def _after_step(self, rows: list[Row], started: float) -> None:
+        prompts = sum(len(row.ids) for row in rows if row.start < row.prompt_len)
+        queued = bool(self._roster.waiting) or any(live.prefilling for live in self._roster.running)
+        self._drain.step(prompts, started, self.now(), queued)
+        self._fair.observe()
 
     def learn(self) -> None:
         """Fit the costs to the last step, unless that has been done: its ids need not wait for it."""
@@ -341,6 +361,7 @@ class EngineCore:
     def _expire(self) -> list[tuple[Key, str]]:
         ended, self._over = self._over, []
         for live in self._roster.late(self.wall(), self._lent.loads):
+            self._expired = self._expired.plus(live.spent)
             self._remove(live)
             ended.append((live.seq.key, "expired"))
         return ended
@@ -410,6 +431,8 @@ class EngineCore:
             # Of a guessed part only what was right stays computed: all but the last of the ids chosen.
             seq.num_computed += len(row.ids) if not row.draft else len(got)
             reason = None if seq.handoff else self._extend(live, got)
+            if got:
+                self._fair.charge(seq.tenant, 0, len(got))
             self._publish(live)
             if was_prefilling and not live.prefilling:
                 self._prefills.complete(seq)
@@ -450,6 +473,7 @@ class EngineCore:
             self.pool.unpublish(live.seq.blocks)
             self._remove(live)
         num_tokens = sum(len(row.ids) for row in rows)
+        expired, self._expired = self._expired, Spent()
         self._counts["tokens"] += num_tokens
         self._counts["items"] += len(items)
         self._counts["failed"] += len(failed)
@@ -461,6 +485,7 @@ class EngineCore:
             failed=[(live.seq.key, message) for live, message in failed],
             cached=cached,
             prefills=self._prefills.take(),
+            expired=expired,
             num_tokens=num_tokens,
             num_rows=len(rows),
             duration_s=self.now() - started,
@@ -580,6 +605,11 @@ class EngineCore:
         live = self._roster.live.get(key)
         return None if live is None else live.seq
 
+    def spent(self, key: Key) -> Spent:
+        """Return what was computed here for a sequence that lives here."""
+        live = self._roster.live.get(key)
+        return Spent() if live is None else live.spent
+
     def refs(self, key: Key) -> list[BlockRef]:
         """Return the blocks of a sequence or reservation for use by another process."""
         if key in self._lent.expected:
@@ -603,6 +633,7 @@ class EngineCore:
             "preempted": int(self._counts["preempted"]),
             "max_context": self.max_context,
             "max_running": self.scheduler.max_running,
+            "drain_rate": self._drain.rate(self.now()),
         }
 
     def statistics(self) -> dict[str, float]:
@@ -615,6 +646,8 @@ class EngineCore:
             "parking_bytes": self._parking.nbytes,
             **{f"{name}_total": count for name, count in self._counts.items()},
             **self.costs.statistics(),
+            **self._fair.statistics(),
+            "drain_tokens_per_second": self._drain.rate(self.now()),
             **self.pool.statistics(),
         }
 

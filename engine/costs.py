@@ -128,7 +128,9 @@ class StepCosts:
             start += count
         return total
 
-    def prompt_tokens(self, decodes: Work, joining: int, start: int, limit: int) -> int:
+    def prompt_tokens(
+        self, decodes: Work, joining: int, start: int, limit: int, *, most_s: float | None = None
+    ) -> int:
         """Return how many prompt tokens a step may take beside running decodes, so that their pace holds.
 
         The pace is that of the decodes as they will be once those who join decode beside them: what a step takes on
@@ -141,23 +143,25 @@ class StepCosts:
             joining: sequences whose prompts wait or are being computed.
             start: position at which the first prompt goes on.
             limit: most tokens to return.
+            most_s: what a step may take, in place of that pace.
 
         Returns:
             A multiple of 4 (or `limit`), at least 8, so that prompts progress.
         """
         if decodes.tokens == 0 or limit <= LEAST_CHUNK or not self._seen:
             return limit
-        later = decodes.attended * (1 + joining / decodes.tokens)
-        pace = self.predict(Work(decodes.tokens + joining, later))
-        if pace is None:
-            return LEAST_CHUNK
-        crowd = joining / (decodes.tokens + joining) if joining > 0 else 0.0
-        most = STRETCH * (1.0 + CROWD * crowd * crowd) * pace
+        if most_s is None:
+            later = decodes.attended * (1 + joining / decodes.tokens)
+            pace = self.predict(Work(decodes.tokens + joining, later))
+            if pace is None:
+                return LEAST_CHUNK
+            crowd = joining / (decodes.tokens + joining) if joining > 0 else 0.0
+            most_s = STRETCH * (1.0 + CROWD * crowd * crowd) * pace
         # The line is trusted up to twice the largest step that was measured.
         count = min(limit, max(2 * LEAST_CHUNK, 2 * self._largest))
         while count > LEAST_CHUNK:
             took = self.predict(decodes.plus(run_work(start, count)))
-            if took is not None and took <= most:
+            if took is not None and took <= most_s:
                 return count
             # Coarse where there is much, so that a plan stays cheap.
             grain = GRAIN if count <= 16 * GRAIN else 4 * GRAIN

@@ -29,15 +29,27 @@ class NeverFits(ContextTooLong):
         return {**super().info(), "kind": ContextTooLong.__name__}
 
 
+class Spent(NamedTuple):
+    """Work that was done for a sequence, in tokens."""
+
+    prefill: int = 0
+    decode: int = 0
+
+    def plus(self, other: Spent) -> Spent:
+        """Return both together."""
+        return Spent(self.prefill + other.prefill, self.decode + other.decode)
+
+
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("context", "hashes", "place", "prompt_hashes", "root", "seq")
+    __slots__ = ("context", "given", "hashes", "place", "prompt_hashes", "root", "seq")
 
     def __init__(self, seq: Sequence, root: bytes, place: tuple[float, int]) -> None:
         self.seq = seq
         self.root = root
         self.place = place  # where it stands in a line: its rank, then the order of coming
+        self.given = len(seq.outputs)  # ids that it came with
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
         # Of full blocks, as far as they were needed.
         self.hashes = sequence_hashes(self.context, len(seq.prompt_ids), root=root, warm=seq.warm)
@@ -52,6 +64,13 @@ class Live:
     def prefilling(self) -> bool:
         """Whether part of the prompt is still to be computed."""
         return self.seq.num_computed < len(self.seq.prompt_ids)
+
+    @property
+    def spent(self) -> Spent:
+        """What was computed here for it: tokens that it came with, and ids that were chosen since."""
+        seq = self.seq
+        came = len(seq.prompt_ids) + self.given
+        return Spent(max(0, min(seq.num_computed, came) - seq.num_cached), len(seq.outputs) - self.given)
 
     def parent(self, index: int) -> bytes:
         """Return the hash before block `index`."""
@@ -182,6 +201,7 @@ class StepResult:
         failed: sequences that went wrong, with a message; they are gone as well.
         cached: tokens found in a tier, for sequences that are reported for the first time.
         prefills: what the prompts that this step completed took to compute.
+        expired: what had been computed for those that expired.
         num_tokens: tokens computed.
         num_rows: sequences that took part.
         duration_s: time spent.
@@ -196,6 +216,7 @@ class StepResult:
     failed: list[tuple[Key, str]] = field(default_factory=list)
     cached: dict[Key, int] = field(default_factory=dict)
     prefills: list[Prefill] = field(default_factory=list)
+    expired: Spent = Spent()
     num_tokens: int = 0
     num_rows: int = 0
     duration_s: float = 0.0

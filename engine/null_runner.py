@@ -36,6 +36,7 @@ class NullRunner:
         *,
         decode_s: float = 0.0,
         prefill_s_per_token: float = 0.0,
+        decode_s_per_row: float = 0.0,
         block_nbytes: int = 256,
         vocab_size: int = 49152,
         max_context: int = 8192,
@@ -48,6 +49,7 @@ class NullRunner:
         Args:
             decode_s: duration of a step in seconds, whatever its size.
             prefill_s_per_token: added for each token of rows with more than one.
+            decode_s_per_row: added for each other row.
             block_nbytes: size of a block; its content is never touched.
             vocab_size: ids are below it.
             max_context: tokens per sequence.
@@ -61,6 +63,7 @@ class NullRunner:
         self.eos_ids = eos_ids
         self.decode_s = decode_s
         self.prefill_s_per_token = prefill_s_per_token
+        self.decode_s_per_row = decode_s_per_row
         self._ids = [i for i in range(id_range[0], min(id_range[1], vocab_size - 1) + 1) if i not in eos_ids]
         if not self._ids:
             raise ValueError("the range of ids is empty")
@@ -80,6 +83,8 @@ class NullRunner:
         pause = self.decode_s
         if self.prefill_s_per_token:
             pause += self.prefill_s_per_token * sum(num_prompt_tokens(row) for row in plan.rows)
+        if self.decode_s_per_row:
+            pause += self.decode_s_per_row * sum(not num_prompt_tokens(row) for row in plan.rows)
         if pause > 0:
             self._sleep(pause)
         elif self._sleep is idle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine.costs import StepCosts, Work
@@ -12,6 +13,8 @@ from engine.scheduler import Decision, Hit, Scheduler
 from engine.sequence import Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
 from kvstore.pool import BlockPool
+
+PACE_SHARE = 0.85  # of a promised pace that a planned step takes: what it really takes varies
 
 
 class Planner:
@@ -25,8 +28,16 @@ class Planner:
         lent: Lending,
         parking: Parking,
         counts: dict[str, float],
+        now: Callable[[], float],
+        pace_s: Mapping[int, float] | None = None,
     ) -> None:
-        """Use the core's own parts; `counts` are its counters."""
+        """Use the core's own parts; `counts` are its counters.
+
+        Args:
+            pace_s: by priority, the longest step that a running sequence shall see; absent: no such promise.
+        """
+        self._now = now
+        self._pace_s = dict(pace_s or {})
         self.costs = StepCosts()
         self._scheduler = scheduler
         self._pool = pool
@@ -50,10 +61,11 @@ class Planner:
 
     def _plan(self) -> Decision:
         return self._scheduler.plan(
-            self._roster.ready(self._pool, self._lent.loads),
+            self._roster.ready(self._pool, self._lent.loads, self._now()),
             [live.seq for live in self._roster.running],
             self._pool.num_free,
             prompt_tokens=self._prompt_tokens(),
+            max_running=self._max_running(),
             lookup=self._lookup,
             reclaim=self._reclaimable,
         )
@@ -68,7 +80,30 @@ class Planner:
         context = sum(live.seq.num_computed + 1 for live in self._roster.running)
         decodes = Work(num_decodes, context - sum(seq.num_computed + 1 for seq in prompts))
         start = prompts[0].num_computed if prompts else 0
-        return self.costs.prompt_tokens(decodes, joining, start, self._scheduler.token_budget)
+        budget = self._scheduler.token_budget
+        return self.costs.prompt_tokens(decodes, joining, start, budget, most_s=self._most_s())
+
+    def _most_s(self) -> float | None:
+        """Return the longest step that those who run allow, if they were promised a pace."""
+        if not self._pace_s:
+            return None
+        promised = (self._pace_s.get(live.seq.priority) for live in self._roster.running)
+        least = min((pace for pace in promised if pace is not None), default=None)
+        return None if least is None else PACE_SHARE * least
+
+    def _max_running(self) -> int:
+        """Return how many may run at once: as many as decode within the promised pace, and one in any case."""
+        running, most_s = self._roster.running, self._most_s()
+        limit = self._scheduler.max_running
+        if most_s is None or not self.costs.known or not len(running):
+            return limit
+        context = sum(live.seq.num_computed + 1 for live in running) / len(running)
+        low, high = 1, limit  # the most of which a step is short enough
+        while low < high:
+            middle = (low + high + 1) // 2
+            took = self.costs.predict(Work(middle, middle * context))
+            low, high = (middle, high) if took is not None and took <= most_s else (low, middle - 1)
+        return low
 
     def _lookup(self, seq: Sequence) -> Hit:
         length, idle = self._pool.peek(self._roster.live[seq.key].cacheable)
@@ -111,6 +146,7 @@ class Planner:
                 seq.num_cached = min(hit.num_tokens, (len(seq.prompt_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
                 self._counts["prompt_tokens"] += len(seq.prompt_ids)
                 self._counts["cached_tokens"] += seq.num_cached
+                self._roster.fair.charge(seq.tenant, len(seq.prompt_ids) - seq.num_cached)
             self._roster.start(live)
         for seq, _, num_blocks in decision.grants:
             if num_blocks:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Container, Iterator
+from typing import Any
 
+from engine.fairness import Fairness
 from engine.live import Live
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS
@@ -46,16 +48,29 @@ class Line:
         return key in self._keys
 
 
-class Roster:
-    """All sequences that live in an engine. The core moves blocks; this keeps phases and lines in agreement."""
+MAX_QUEUES = 32  # pairs of tenant and class that a heartbeat tells of: those with the most tokens
 
-    def __init__(self, rank: Callable[[Sequence], float]) -> None:
+
+class Roster:
+    """All sequences that live in an engine. The core moves blocks; this keeps phases and lines in agreement.
+
+    Where several tenants wait, the best class among the first of each goes first (one that has waited `aging_s` counts
+    as one class better, and so on), within it the tenant with the lowest virtual counter, and of a tenant by rank.
+    """
+
+    def __init__(
+        self, rank: Callable[[Sequence], float], *, fair: Fairness | None = None, aging_s: float = 0.0
+    ) -> None:
         """Start empty; `rank` orders the lines, arrival here breaks its ties."""
         self._rank = rank
         self._order = 0
+        self._aging_s = aging_s
+        self.fair = fair if fair is not None else Fairness()
         self.live: dict[Key, Live] = {}
         self.running = Line()
         self.waiting = Line()
+        self._lines: dict[str, Line] = {}  # those who wait, by tenant
+        self._queued: dict[tuple[str, int], int] = {}  # tokens that wait, by tenant and class
 
     def enter(self, seq: Sequence, root: bytes) -> Live:
         """Take a sequence in; it stands in no line yet."""
@@ -69,10 +84,31 @@ class Roster:
         self.running.discard(live)
         live.restart()
         self.waiting.add(live)
+        seq = live.seq
+        self.fair.arrived(seq.tenant)
+        self._lines.setdefault(seq.tenant, Line()).add(live)
+        pair = seq.tenant, seq.priority
+        self._queued[pair] = self._queued.get(pair, 0) + seq.num_tokens
+
+    def _unqueue(self, live: Live) -> None:
+        """Take a sequence out of the queue, if it stands there."""
+        seq = live.seq
+        if seq.key not in self.waiting:
+            return
+        self.waiting.discard(live)
+        self.fair.left(seq.tenant)
+        line = self._lines[seq.tenant]
+        line.discard(live)
+        if not len(line):
+            del self._lines[seq.tenant]
+        pair = seq.tenant, seq.priority
+        self._queued[pair] -= seq.num_tokens
+        if not self._queued[pair]:
+            del self._queued[pair]
 
     def start(self, live: Live) -> None:
         """Let a sequence take part in steps."""
-        self.waiting.discard(live)
+        self._unqueue(live)
         live.seq.phase = Phase.RUNNING
         self.running.add(live)
 
@@ -85,7 +121,7 @@ class Roster:
         """Forget a sequence."""
         del self.live[live.seq.key]
         self.running.discard(live)
-        self.waiting.discard(live)
+        self._unqueue(live)
 
     @property
     def first(self) -> Live | None:
@@ -103,10 +139,33 @@ class Roster:
         late = [v for v in self.running if 0 < v.seq.deadline <= wall]
         return late + [v for v in self.waiting if 0 < v.seq.deadline <= wall and v.seq.key not in but]
 
-    def ready(self, pool: BlockPool, but: Container[Key]) -> Iterator[Sequence]:
+    def in_turn(self, now: float) -> Iterator[Live]:
+        """Yield waiting sequences in the order of their turns; whoever asks for the next one has taken the last."""
+        if len(self._lines) < 2:
+            yield from self.waiting
+            return
+        heads = {tenant: iter(line) for tenant, line in self._lines.items()}
+        firsts = {tenant: next(line) for tenant, line in heads.items()}
+        counters = {tenant: self.fair.counter(tenant) for tenant in heads}
+        while firsts:
+            turn = min(firsts, key=lambda name: (self._level(firsts[name], now), counters[name], firsts[name].place))
+            live = firsts[turn]
+            yield live
+            counters[turn] += self.fair.price(turn, len(live.seq.prompt_ids))
+            after = next(heads[turn], None)
+            if after is None:
+                del firsts[turn]
+            else:
+                firsts[turn] = after
+
+    def _level(self, live: Live, now: float) -> int:
+        seq = live.seq
+        return max(0, seq.priority - int((now - seq.arrival) / self._aging_s)) if self._aging_s > 0 else 0
+
+    def ready(self, pool: BlockPool, but: Container[Key], now: float = 0.0) -> Iterator[Sequence]:
         """Yield waiting sequences that may start; one whose prompt is being computed waits to share the blocks."""
         computing = {v.hashes[v.prompt_hashes - 1] for v in self.running if v.prefilling and v.prompt_hashes}
-        for live in self.waiting:
+        for live in self.in_turn(now):
             if live.seq.key in but:
                 continue
             if live.prompt_hashes:
@@ -122,12 +181,16 @@ class Roster:
         """Blocks of prompts that wait for their hand-off; shared ones count once each."""
         return sum(len(v.seq.blocks) for v in self.live.values() if v.seq.phase is Phase.HELD)
 
-    def load(self) -> dict[str, int]:
-        """Return counts of sequences, and of tokens that wait to be computed."""
-        queued = sum(v.seq.num_tokens for v in self.waiting)
+    def load(self) -> dict[str, Any]:
+        """Return counts of sequences, and of tokens that wait to be computed; who waits, if anybody does."""
+        queued = sum(self._queued.values())
         queued += sum(v.seq.num_uncomputed for v in self.running if v.prefilling)
         held = sum(v.seq.phase is Phase.HELD for v in self.live.values())
-        return {"running": len(self.running), "waiting": len(self.waiting), "held": held, "queued_tokens": queued}
+        out = {"running": len(self.running), "waiting": len(self.waiting), "held": held, "queued_tokens": queued}
+        if not self._queued:
+            return out
+        most = sorted(self._queued.items(), key=lambda entry: -entry[1])[:MAX_QUEUES]
+        return {**out, "queues": [[tenant, number, tokens] for (tenant, number), tokens in most]}
 
     def check_integrity(self) -> None:
         """Assert that phases, lines and ids agree."""
@@ -140,6 +203,12 @@ class Roster:
             assert (seq.key in self.waiting) == (seq.phase is Phase.WAITING), seq
             assert seq.num_computed <= len(seq.blocks) * BLOCK_TOKENS, seq
             assert live.context == seq.tokens, seq
+        queued: dict[tuple[str, int], int] = {}
+        for live in self.waiting:
+            pair = live.seq.tenant, live.seq.priority
+            queued[pair] = queued.get(pair, 0) + live.seq.num_tokens
+        assert queued == self._queued, "the sums of queues are off"
+        assert sum(map(len, self._lines.values())) == len(self.waiting), "the tenants' lines are off"
 
 
 def _place(live: Live) -> tuple[float, int]:

@@ -103,6 +103,7 @@ class Scheduler:
         free_blocks: int,
         *,
         prompt_tokens: int | None = None,
+        max_running: int | None = None,
         lookup: Callable[[Sequence], Hit] = _no_hit,
         reclaim: Callable[[Sequence], int] = _all_blocks,
     ) -> Decision:
@@ -113,10 +114,11 @@ class Scheduler:
             running: by rank.
             free_blocks: blocks that can be allocated now.
             prompt_tokens: most tokens of prompts in this step, for the pace of the others; None: as the budget says.
+            max_running: start no more than so many take part, for the same reason; None: as the limit says.
             lookup: what need not be computed of a waiting sequence.
             reclaim: blocks that a running sequence would give back.
         """
-        draft = _Draft(self, running, free_blocks, prompt_tokens, reclaim)
+        draft = _Draft(self, running, free_blocks, prompt_tokens, max_running, reclaim)
         if running:
             draft.grant(0)
             prompts = []
@@ -141,11 +143,13 @@ class _Draft:
         running: Listing[Sequence],
         free: int,
         prompt_tokens: int | None,
+        max_running: int | None,
         reclaim: Callable[[Sequence], int],
     ) -> None:
         self.limits = limits
         self.budget = limits.token_budget
         self.prompts = self.budget if prompt_tokens is None else max(1, prompt_tokens)  # left for prompts
+        self.max_running = limits.max_running if max_running is None else min(max_running, limits.max_running)
         self.free = free
         self.grants: dict[Key, Grant] = {}
         self.preempted: dict[Key, None] = {}
@@ -176,7 +180,7 @@ class _Draft:
         size = self.limits.block_tokens
         num_running = len(self._running)
         promised = sum(self._outstanding(seq) for seq in self._running if seq.num_uncomputed > 1)
-        if num_running >= self.limits.max_running or self.budget <= 0:
+        if num_running >= self.max_running or self.budget <= 0:
             return
         for seq in waiting:
             hit = lookup(seq)
@@ -200,7 +204,7 @@ class _Draft:
             self.free -= blocks + hit.num_idle
             promised += needed - blocks
             num_running += 1
-            if num_running >= self.limits.max_running or self.budget <= 0:
+            if num_running >= self.max_running or self.budget <= 0:
                 return
 
     def _limit(self, missing: int) -> int:

@@ -126,10 +126,14 @@ def _edge(context: Context, *, parts: Parts) -> Actor:
     limits = Limits(
         default_deadline_s=parts.settings.default_deadline_s,
         keepalive_s=parts.settings.keepalive_s,
+        slow_reader_s=parts.settings.slow_reader_s,
         tenant_header=parts.settings.tenant_header,
     )
     token = bus_access.secret(parts.settings.admin_token) or ""
-    return EdgeActor(context, models=parts.names, host=host, port=port, limits=limits, admin_token=token)
+    unloaded = (parts.settings.unloaded_ttft_s, parts.settings.unloaded_itl_s)
+    return EdgeActor(
+        context, models=parts.names, host=host, port=port, limits=limits, admin_token=token, unloaded_s=unloaded
+    )  # fmt: skip
 
 
 def _admission(context: Context, *, parts: Parts) -> Actor:
@@ -141,6 +145,8 @@ def _admission(context: Context, *, parts: Parts) -> Actor:
         tenant_header=parts.settings.tenant_header,
         warm_classes=parts.settings.warm_classes,
         rebalance=parts.settings.rebalance,
+        slo_ttft_s={str(name): seconds for name, seconds in parts.settings.slo_ttft_s.items()},
+        tenant_weights=parts.settings.tenant_weights,
     )
     return AdmissionActor(context, config=config)
 
@@ -154,7 +160,8 @@ def _tokenize(context: Context, *, parts: Parts) -> Actor:
 def _detokenize(context: Context, *, parts: Parts) -> Actor:
     from actors.detokenize import DetokenizeActor
 
-    return DetokenizeActor(context, load_vocabulary=functools.partial(_text, parts))
+    vocabulary = functools.partial(_text, parts)
+    return DetokenizeActor(context, load_vocabulary=vocabulary, slow_reader_s=parts.settings.slow_reader_s)
 
 
 def _transfer(context: Context, *, parts: Parts) -> Actor:
@@ -225,6 +232,8 @@ def _engine(context: Context, *, role: str, parts: Parts) -> Actor:
         max_draft=settings.draft_tokens,
         step_limit_s=settings.step_limit_s,
         always_load=settings.kv_load == "always" or not settings.real_engine,
+        tenant_weights=settings.tenant_weights,
+        pace_s={str(name): seconds for name, seconds in settings.slo_itl_s.items()},
     )
 
 
@@ -248,7 +257,7 @@ def _runner(parts: Parts, now: Callable[[], float]) -> Runner:
         from engine.null_runner import NullRunner
 
         pace = null_pace(parts.settings.engine.partition(":")[2])
-        return NullRunner(decode_s=pace.get("decode_s", 0.0), prefill_s_per_token=pace.get("prefill_s_per_token", 0.0))
+        return NullRunner(**pace)
     from engine.real_runner import load_runner
 
     assert parts.model is not None
@@ -293,8 +302,11 @@ def _drafter(parts: Parts, runner: Runner) -> Drafter | None:
     return ModelDrafter(small, settings.num_blocks)
 
 
+NULL_PACE = ("decode_s", "prefill_s_per_token", "decode_s_per_row")
+
+
 def null_pace(spec: str) -> dict[str, float]:
-    """Return the pace in `decode_s=0.005,prefill_s_per_token=0.0001`.
+    """Return the pace in `decode_s=0.005,prefill_s_per_token=0.0001,decode_s_per_row=0.001`.
 
     Raises:
         StartError: if it is not such a list.
@@ -303,11 +315,10 @@ def null_pace(spec: str) -> dict[str, float]:
     for part in filter(None, spec.split(",")):
         name, _, value = part.partition("=")
         try:
-            if name not in ("decode_s", "prefill_s_per_token") or float(value) < 0:
+            if name not in NULL_PACE or float(value) < 0:
                 raise ValueError
             pace[name] = float(value)
         except ValueError:
-            raise StartError(
-                f"--engine null: {part!r} is not decode_s=SECONDS or prefill_s_per_token=SECONDS"
-            ) from None
+            names = ", ".join(f"{name}=SECONDS" for name in NULL_PACE)
+            raise StartError(f"--engine null: {part!r} is none of {names}") from None
     return pace

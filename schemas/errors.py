@@ -9,6 +9,7 @@ HeadraceError
 │   └── ModelNotFound          404
 ├── MethodNotAllowed           405
 ├── DeadlineExceeded           408  the deadline passed
+├── SlowReader                 408  the client took nothing of its answer for too long
 ├── TooLarge                   413  a body or bus message exceeds a stated limit
 ├── UnsupportedMediaType       415
 ├── Overloaded                 429  a quota or a queue is full
@@ -114,6 +115,14 @@ class DeadlineExceeded(HeadraceError):
     status = 408
     error_type = "timeout_error"
     default_code = "deadline_exceeded"
+
+
+class SlowReader(HeadraceError):
+    """Raised when a client takes nothing of an answer that waits for it, for longer than `slow_reader_s`."""
+
+    status = 408
+    error_type = "timeout_error"
+    default_code = "slow_reader"
 
 
 class TooLarge(HeadraceError):

@@ -70,6 +70,9 @@ class Settings(BaseSettings):
         "", pattern=r"^[A-Za-z0-9-]{0,64}$", description="header that names the tenant; empty: all requests are of one"
     )
 
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="shares of tenants where several wait for an engine, as {TENANT: WEIGHT}; absent ones have 1"
+    )
     admin_token: SecretStr | None = Field(None, description="bearer token for /v1/kv/pins; empty: nobody may")
 
     # The bus
@@ -118,6 +121,20 @@ class Settings(BaseSettings):
     draft_model: str = Field("", description="path of the model that guesses, with the tokenizer of the one served")
     shm_dir: str = Field("/dev/shm", description="where pools are exported as files")
 
+    # What is promised
+    slo_ttft_s: dict[Literal["interactive", "agent", "batch"], Seconds] = Field(
+        {}, description="time to the first token by class; a request of which more is expected is refused (429)"
+    )
+    slo_itl_s: dict[Literal["interactive", "agent", "batch"], Seconds] = Field(
+        {}, description="time between tokens by class; engines keep steps below the least of those that run"
+    )
+    unloaded_ttft_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="median time to the first token without load, for goodput; 0: learnt"
+    )
+    unloaded_itl_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="median time between tokens without load, for goodput; 0: learnt"
+    )
+
     # Time
     default_deadline_s: Seconds = Field(600.0, description="deadline of a request that states none")
     warm_failover: str = Field(
@@ -126,6 +143,7 @@ class Settings(BaseSettings):
     rebalance: bool = Field(True, description="move running requests from engines with a queue to idle ones")
     drain_limit_s: Annotated[float, Field(ge=0)] = Field(30.0, description="how long a stop waits for running work")
     keepalive_s: Seconds = Field(10.0, description="longest silence of a stream before a keepalive comment")
+    slow_reader_s: Seconds = Field(30.0, description="a client that takes nothing of its answer so long is given up")
     frozen_kill_s: Seconds = Field(10.0, description="a node without a heartbeat for so long is killed")
     step_limit_s: Seconds = Field(30.0, description="an engine with work and without a step for so long has failed")
     start_limit_s: Seconds = Field(120.0, description="how long all nodes may take to become ready")

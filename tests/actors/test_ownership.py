@@ -10,7 +10,7 @@ from actors import ownership as own
 from actors.ownership import CLOSING_S, MAX_OPEN, OWNER_GRACE_S, RESEND_S, Ended, Failover, Ownership, Send, Terminal
 from actors.placement import Placement
 from schemas import messages as m
-from schemas.errors import EngineFailed, HeadraceError, Unavailable
+from schemas.errors import EngineFailed, HeadraceError, Overloaded, Unavailable
 from schemas.record import Fence, Record, ReplyTo, Sampling
 from schemas.subjects import Ref
 
@@ -744,3 +744,38 @@ def test_every_tokenizer_hears_that_a_prompt_is_not_wanted_any_more() -> None:
         told = [d for d in b.out if isinstance(d, own.Broadcast)]
         assert [(d.kind, type(d.message)) for d in told] == ([] if tokenized else [("tokenize", m.Close)])
         assert all(isinstance(d.message, m.Close) and d.message.reply is None for d in told)
+
+
+# --- early refusal ----------------------------------------------------------------------------------
+
+
+def test_a_refusal_comes_before_anything_is_dispatched() -> None:
+    """The owner writes the terminal itself; no engine and no detokenizer hears of it."""
+    bench = Bench()
+    bench.table._refuse = lambda record, placement, remaining_s: Overloaded("full", retry_after_s=2.0)
+    bench.admit()
+    bench.tokenized()
+
+    terminal = next(d for d in bench.out if isinstance(d, Terminal))
+    assert terminal.error.code == "rate_limit_exceeded" and terminal.error.retry_after_s == 2.0
+    assert not bench.sent(m.Dispatch) and not bench.sent(m.Open)
+    assert next(d for d in bench.out if isinstance(d, Ended)).outcome == "rate_limit_exceeded"
+
+
+def test_what_was_begun_is_never_refused() -> None:
+    """After a failure, or with what another owner's try has brought, the work goes on however long the queues are."""
+    bench = Bench()
+    bench.running()
+    bench.table._refuse = lambda record, placement, remaining_s: Overloaded("full")
+    bench.exit(D0)
+    bench.ids([[7, 8]])
+
+    assert bench.sent(m.Dispatch)
+    assert not any(isinstance(d, Terminal) for d in bench.out)
+
+    later = Bench()
+    later.table._refuse = lambda record, placement, remaining_s: Overloaded("full")
+    later.admit(term=1)
+    later.tokenized()
+    later.opened()
+    assert later.sent(m.Dispatch)

@@ -386,3 +386,45 @@ def test_a_new_owner_is_told_the_end_although_the_old_one_needs_it_no_more() -> 
     session.reopen(m.Open(request_id="r1", fence=Fence(1, "b.e7", 0), record=record))
 
     assert session.record.owner == heir and not session.finished_acked
+
+
+# --- slow readers -----------------------------------------------------------------------------------
+
+
+def test_a_client_that_takes_nothing_is_given_up_with_a_typed_error() -> None:
+    """It is held by its window until then; the terminal says why."""
+    session = opened()
+    session.accept(batch(b"x" * 400), ENGINE, 1.0)
+    session.take_frame(1.0)
+
+    assert not session.give_up_reader(30.0, 30.9)
+    assert session.give_up_reader(30.0, 31.0)
+    frame = session.take_frame(31.0)
+
+    assert frame is not None and frame["terminal"]["error"]["code"] == "slow_reader"
+    assert session.close_reason == "slow_reader"
+    assert not session.give_up_reader(30.0, 90.0), "once"
+
+
+def test_a_client_that_takes_its_time_is_kept() -> None:
+    """Each acknowledgement that brings something starts the time anew; with nothing to take there is no time."""
+    session = opened()
+    session.accept(batch(b"x" * 300), ENGINE, 0.0)
+    for turn in range(1, 11):
+        session.client_ack("ok", [turn * 30], 64, turn * 20.0)
+        assert not session.give_up_reader(30.0, turn * 20.0 + 29.0)
+
+    assert not session.give_up_reader(30.0, 10_000.0)
+    session.accept(batch(b"y", start=300), ENGINE, 10_000.0)
+    assert not session.give_up_reader(30.0, 10_029.0)
+    assert session.give_up_reader(30.0, 10_030.0)
+
+
+def test_an_answer_that_is_complete_and_not_taken_fails_too() -> None:
+    """The engine has long finished; what was kept for the client is let go."""
+    session = opened(max_tokens=300)
+    session.accept(batch(b"x" * 300), ENGINE, 0.0)
+    assert session.ended and session.error is None
+
+    assert session.give_up_reader(30.0, 31.0)
+    assert session.take_frame(31.0)["terminal"]["error"]["code"] == "slow_reader"  # type: ignore[index]

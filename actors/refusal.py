@@ -1,0 +1,160 @@
+"""Whether a request is refused before anything is computed for it: its first token would come too late. Pure.
+
+Predicted is what an engine's queue takes to drain to this request: prompt tokens that go first, over the rate at which
+the engine has worked such tokens off of late. Who goes first follows the engine's own rules: higher classes, then a
+fair share of each other tenant (`engine.fairness`), then what came before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from schemas.errors import Overloaded
+from schemas.subjects import Ref
+
+HEADROOM = 0.8  # of a limit that a prediction may take: it is right on the whole, not each time
+SLACK_S = 1.0  # by which an estimate must miss a deadline: a deadline ends its request anyway, and heartbeats are old
+SENT_S = 0.6  # what was sent earlier shows in heartbeats by now
+MAX_SENT = 2048
+CLASSES = ("interactive", "agent", "batch")
+
+
+class Queue(NamedTuple):
+    """Prompt tokens of one tenant and class (0: interactive) that wait."""
+
+    tenant: str
+    priority: int
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for: whose, of which class, and how many tokens must be computed for it."""
+
+    tenant: str
+    priority: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """An engine as its last heartbeat shows it, and what was sent there since."""
+
+    queues: tuple[Queue, ...] = ()
+    computing: float = 0.0  # tokens of prompts that it has begun
+    rate: float = 0.0  # tokens per second; 0: not known
+    busy: bool = False  # whether anything runs or waits
+
+
+def standing(load: Mapping[str, Any], since: Iterable[Queue]) -> Standing:
+    """Read a heartbeat's load; what makes no sense is taken for nothing."""
+    queues = [Queue(str(t), int(p), float(n)) for t, p, n in _rows(load.get("queues"))]
+    begun = float(load.get("queued_tokens", 0)) - sum(queue.tokens for queue in queues)
+    queues += since
+    busy = bool(queues) or any(load.get(name, 0) for name in ("running", "waiting", "expected"))
+    return Standing(tuple(queues), max(0.0, begun), max(0.0, float(load.get("drain_rate", 0.0))), busy)
+
+
+def tokens_ahead(engine: Standing, asked: Asked, weights: Mapping[str, float]) -> float:
+    """Return the prompt tokens that are computed before those that are asked for."""
+    own = sum(q.tokens for q in engine.queues if q.tenant == asked.tenant and q.priority <= asked.priority)
+    ahead = engine.computing + own
+    others: dict[str, float] = {}
+    for queue in engine.queues:
+        if queue.tenant == asked.tenant or queue.priority > asked.priority:
+            continue
+        if queue.priority < asked.priority:
+            ahead += queue.tokens
+        else:
+            others[queue.tenant] = others.get(queue.tenant, 0.0) + queue.tokens
+    weight = weights.get(asked.tenant, 1.0)
+    for tenant, tokens in others.items():
+        ahead += min(tokens, (own + asked.tokens) * weights.get(tenant, 1.0) / weight)
+    return ahead
+
+
+def predicted_ttft_s(engine: Standing, asked: Asked, service_s: float, weights: Mapping[str, float]) -> float:
+    """Return the estimated time to the first token.
+
+    Args:
+        engine: where it would run.
+        asked: what is asked for.
+        service_s: what it takes on an idle engine.
+        weights: of tenants; absent ones have 1.
+    """
+    ahead = tokens_ahead(engine, asked, weights)
+    if engine.rate > 0.0:
+        return (ahead + asked.tokens) / engine.rate
+    # Nothing was measured of late: as if each token ahead took what one of these takes.
+    return service_s * (1.0 + ahead / max(1, asked.tokens))
+
+
+def refusal(engine: Standing, predicted_s: float, remaining_s: float, slo_s: float | None) -> Overloaded | None:
+    """Return why a request is refused, if it is.
+
+    An engine that does nothing refuses nobody: what was learnt when it was busy could be wrong, and only work corrects
+    it.
+
+    Args:
+        engine: where it would run.
+        predicted_s: the estimated time to its first token.
+        remaining_s: the time to its deadline.
+        slo_s: the time to the first token that its class is promised, if it is.
+    """
+    if not engine.busy:
+        return None
+    if slo_s is not None and slo_s * HEADROOM < remaining_s:
+        limit_s, what, late = slo_s * HEADROOM, f"the {slo_s:g} s of its class", predicted_s > slo_s * HEADROOM
+    else:
+        limit_s, what, late = remaining_s, "its deadline", predicted_s > remaining_s + SLACK_S
+    if not late:
+        return None
+    return Overloaded(
+        f"the first token is expected in {predicted_s:.2f} s, which is too late for {what}",
+        code="overloaded",
+        retry_after_s=max(0.05, predicted_s - max(0.0, limit_s)),  # until then the queue is as short as it has to be
+    )
+
+
+class Sent:
+    """What this sender has sent to engines since their last heartbeats. Seconds of any one clock.
+
+    Full at `MAX_SENT`: the oldest is forgotten, and with it counted as seen.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing sent."""
+        self._sent: deque[tuple[float, Ref, str, Queue]] = deque(maxlen=MAX_SENT)
+
+    def sent(self, ref: Ref, request_id: str, asked: Asked, now: float) -> None:
+        """A request was sent to an engine."""
+        self._sent.append((now, ref, request_id, Queue(asked.tenant, asked.priority, asked.tokens)))
+
+    def since(self, ref: Ref, counted: Collection[str], senders: int, now: float) -> list[Queue]:
+        """Return what an engine's heartbeat does not show yet.
+
+        Args:
+            ref: the engine.
+            counted: requests that its heartbeat names.
+            senders: how many send; the others are taken to have sent as much.
+            now: the time.
+        """
+        while self._sent and self._sent[0][0] < now - SENT_S:
+            self._sent.popleft()
+        return [
+            queue._replace(tokens=queue.tokens * max(1, senders))
+            for _, to, request_id, queue in self._sent
+            if to == ref and request_id not in counted
+        ]
+
+
+def _rows(said: Any) -> list[Any]:
+    rows = said if isinstance(said, (list, tuple)) else []
+    return [row for row in rows if isinstance(row, (list, tuple)) and len(row) == 3 and _numbers(row[1:])]
+
+
+def _numbers(values: Any) -> bool:
+    return all(isinstance(value, (int, float)) and value >= 0 for value in values)

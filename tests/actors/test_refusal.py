@@ -1,0 +1,112 @@
+"""Early refusal, as a pure policy: what goes first, how long that takes, and what a refused client is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.refusal import (
+    HEADROOM,
+    MAX_SENT,
+    SENT_S,
+    Asked,
+    Queue,
+    Sent,
+    Standing,
+    predicted_ttft_s,
+    refusal,
+    standing,
+    tokens_ahead,
+)
+from schemas.subjects import Ref
+
+D0 = Ref("decode", "d0", "e")
+D1 = Ref("decode", "d1", "e")
+BUSY = Standing(busy=True)
+
+
+def waits(*queues: tuple[str, int, float], computing: float = 0.0, rate: float = 1000.0) -> Standing:
+    """An engine with queues of (tenant, class, tokens)."""
+    return Standing(tuple(Queue(*q) for q in queues), computing, rate, busy=True)
+
+
+def test_what_is_begun_and_what_came_before_goes_first() -> None:
+    """Of one's own tenant everything of the same class or a better one, of the others a like share."""
+    engine = waits(("a", 0, 1000), ("a", 2, 400), ("b", 0, 50), computing=30)
+
+    assert tokens_ahead(engine, Asked("a", 0, 100), {}) == 30 + 1000 + 50
+    assert tokens_ahead(engine, Asked("b", 0, 100), {}) == 30 + 50 + 150
+    assert tokens_ahead(engine, Asked("c", 0, 100), {}) == 30 + 100 + 50
+
+
+def test_a_worse_class_waits_for_better_ones_and_not_the_other_way() -> None:
+    """Batch is behind all interactive prompts, whoever they are of."""
+    engine = waits(("a", 0, 1000), ("a", 2, 400))
+
+    assert tokens_ahead(engine, Asked("b", 2, 100), {}) == 1000 + 100
+    assert tokens_ahead(waits(("a", 2, 400)), Asked("b", 0, 100), {}) == 0
+
+
+def test_weights_count_as_they_do_at_the_engine() -> None:
+    """A tenant of weight 2 lets half as much of the others go first."""
+    engine = waits(("a", 0, 1000))
+
+    assert tokens_ahead(engine, Asked("b", 0, 100), {"b": 2.0}) == 50
+    assert tokens_ahead(engine, Asked("b", 0, 100), {"a": 3.0}) == 300
+
+
+def test_the_estimate_is_the_queue_over_its_rate() -> None:
+    """Where no rate is known, each token ahead counts as one of the prompt."""
+    assert predicted_ttft_s(waits(("a", 0, 900)), Asked("a", 0, 100), 0.1, {}) == pytest.approx(1.0)
+    assert predicted_ttft_s(waits(("a", 0, 900), rate=0.0), Asked("a", 0, 100), 0.1, {}) == pytest.approx(1.0)
+
+
+def test_a_promise_is_kept_with_room_to_spare_and_the_wait_is_told() -> None:
+    """The client is told to come back when the queue has drained to where it would be taken."""
+    assert refusal(BUSY, 0.79, 60.0, 1.0) is None
+    error = refusal(BUSY, 3.0, 60.0, 1.0)
+
+    assert error is not None and error.status == 429 and error.code == "overloaded"
+    assert error.retry_after_s == pytest.approx(3.0 - HEADROOM)
+
+
+def test_a_deadline_is_a_limit_without_any_promise() -> None:
+    """What cannot begin in time by more than estimates are off is not begun."""
+    assert refusal(BUSY, 5.9, 5.0, None) is None
+    error = refusal(BUSY, 7.0, 5.0, None)
+
+    assert error is not None and error.retry_after_s == pytest.approx(2.0)
+
+
+def test_an_engine_that_does_nothing_refuses_nobody() -> None:
+    """A wrong estimate could otherwise never be corrected: only work does that."""
+    assert refusal(Standing(), 100.0, 5.0, 1.0) is None
+
+
+def test_what_was_sent_since_counts_until_a_heartbeat_shows_it() -> None:
+    """Of other senders as much is taken to be on its way."""
+    sent = Sent()
+    sent.sent(D0, "r1", Asked("a", 0, 100), 0.0)
+    sent.sent(D0, "r2", Asked("a", 1, 50), 0.1)
+    sent.sent(D1, "r3", Asked("a", 0, 70), 0.1)
+
+    assert sent.since(D0, ("r1",), 2, 0.2) == [Queue("a", 1, 100)]
+    assert sent.since(D0, (), 1, 0.1 + SENT_S) == [Queue("a", 1, 50)]
+    assert sent.since(D0, (), 1, 1.0) == []
+
+
+def test_what_was_sent_is_bounded() -> None:
+    """The oldest is forgotten."""
+    sent = Sent()
+    for number in range(MAX_SENT + 10):
+        sent.sent(D0, f"r{number}", Asked("a", 0, 1), 0.0)
+
+    assert len(sent.since(D0, (), 1, 0.1)) == MAX_SENT
+
+
+def test_a_heartbeat_that_makes_no_sense_is_an_engine_without_a_queue() -> None:
+    """A foreign or newer engine cannot break admission."""
+    rows = [["a", 0, 10], ["a"], "x", ["b", -1, 5], ["c", "x", 1]]
+
+    engine = standing({"queues": rows, "queued_tokens": 30, "drain_rate": -3, "running": 1}, [])
+
+    assert engine == Standing((Queue("a", 0, 10.0),), 20.0, 0.0, busy=True)
