@@ -121,7 +121,7 @@ def test_a_cluster_of_three_may_lose_the_server_that_all_use(
             server.kill()
 
 
-@pytest.mark.parametrize("kind", ["decode", "admission"])
+@pytest.mark.parametrize("kind", ["admission"])  # `chaos run bus` cuts off the others too
 def test_a_node_that_is_cut_off_is_replaced_and_changes_nothing_when_it_returns(
     kind: str, script_file: Path, tmp_path: Path, nats_binary: str
 ) -> None:
