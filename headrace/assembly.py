@@ -257,7 +257,11 @@ def _runner(parts: Parts, now: Callable[[], float]) -> Runner:
         from engine.null_runner import NullRunner
 
         pace = null_pace(parts.settings.engine.partition(":")[2])
-        return NullRunner(**pace)
+        return NullRunner(
+            decode_s=pace.get("decode_s", 0.0),
+            prefill_s_per_token=pace.get("prefill_s_per_token", 0.0),
+            decode_s_per_row=pace.get("decode_s_per_row", 0.0),
+        )
     from engine.real_runner import load_runner
 
     assert parts.model is not None
