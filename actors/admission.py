@@ -21,7 +21,7 @@ from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, 
 from actors.placement_metrics import PlacementMetrics
 from actors.rebalance import Rebalancer
 from actors.records import Records
-from actors.refusal import CLASSES, Asked, Sent, predicted_ttft_s, refusal, standing
+from actors.refusal import CLASSES, Asked, Sent, least_ttft_s, predicted_ttft_s, refusal, standing
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
@@ -601,8 +601,10 @@ class AdmissionActor(Actor):
         asked = _asked(record, placement)
         since = self._sent.since(placement.first, self._counted(placement.first), senders, self.clock.now())
         engine = standing(first.load, since)
-        expected_s = predicted_ttft_s(engine, asked, placement.service_s, self.config.tenant_weights)
-        return refusal(engine, expected_s, remaining_s, self.config.slo_ttft_s.get(record.request_class))
+        weights, slo_s = self.config.tenant_weights, self.config.slo_ttft_s.get(record.request_class)
+        predicted_s = predicted_ttft_s(engine, asked, placement.service_s, weights)
+        least_s = least_ttft_s(engine, asked, placement.service_s, weights)
+        return refusal(engine, predicted_s, least_s, remaining_s, slo_s)
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer."""

@@ -85,22 +85,32 @@ def predicted_ttft_s(engine: Standing, asked: Asked, service_s: float, weights: 
         service_s: what it takes on an idle engine.
         weights: of tenants; absent ones have 1.
     """
-    ahead = tokens_ahead(engine, asked, weights)
     if engine.rate > 0.0:
-        return (ahead + asked.tokens) / engine.rate
-    # Nothing was measured of late: as if each token ahead took what one of these takes.
-    return service_s * (1.0 + ahead / max(1, asked.tokens))
+        return (tokens_ahead(engine, asked, weights) + asked.tokens) / engine.rate
+    return least_ttft_s(engine, asked, service_s, weights)  # nothing was measured of late
 
 
-def refusal(engine: Standing, predicted_s: float, remaining_s: float, slo_s: float | None) -> Overloaded | None:
+def least_ttft_s(engine: Standing, asked: Asked, service_s: float, weights: Mapping[str, float]) -> float:
+    """Return the time to the first token if each token ahead took what one of these takes; arguments as above.
+
+    Less than that it will hardly be: whatever else the queue waits for comes on top.
+    """
+    return service_s * (1.0 + tokens_ahead(engine, asked, weights) / max(1, asked.tokens))
+
+
+def refusal(
+    engine: Standing, predicted_s: float, least_s: float, remaining_s: float, slo_s: float | None
+) -> Overloaded | None:
     """Return why a request is refused, if it is.
 
     An engine that does nothing refuses nobody: what was learnt when it was busy could be wrong, and only work corrects
-    it.
+    it. A class's promise is judged by the prediction. A deadline is no promise, and ends its request anyway: both
+    estimates have to miss it, since a rate can be of minutes in which prompts were few and steps long.
 
     Args:
         engine: where it would run.
-        predicted_s: the estimated time to its first token.
+        predicted_s: the estimated time to its first token, by the rate at which the queue drains.
+        least_s: the same by what its tokens cost.
         remaining_s: the time to its deadline.
         slo_s: the time to the first token that its class is promised, if it is.
     """
@@ -109,6 +119,7 @@ def refusal(engine: Standing, predicted_s: float, remaining_s: float, slo_s: flo
     if slo_s is not None and slo_s * HEADROOM < remaining_s:
         limit_s, what, late = slo_s * HEADROOM, f"the {slo_s:g} s of its class", predicted_s > slo_s * HEADROOM
     else:
+        predicted_s = min(predicted_s, least_s)
         limit_s, what, late = remaining_s, "its deadline", predicted_s > remaining_s + SLACK_S
     if not late:
         return None

@@ -191,7 +191,8 @@ def test_what_waits_in_an_engines_queue_is_dropped_without_a_step(how: str, tmp_
         running = [await f.ask(f"{i} {'x' * 20}", max_tokens=200) for i in range(16)]
         await f.system.until(lambda: core.load()["running"] == 16, limit_s=2.0)
         limit_s = 0.5 if how == "deadline" else None
-        waiting = [await f.ask(f"w{i} {PROMPT}", max_tokens=COUNT, deadline_s=limit_s) for i in range(5)]
+        # Short ones: long ones are refused, since they would be expected too late.
+        waiting = [await f.ask(f"w{i} {'y' * 20}", max_tokens=COUNT, deadline_s=limit_s) for i in range(5)]
         await f.system.until(lambda: core.load()["waiting"] == 5, limit_s=2.0)
         tokens = core.statistics()["tokens_total"]
         for stream in waiting:

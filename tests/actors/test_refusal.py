@@ -12,6 +12,7 @@ from actors.refusal import (
     Queue,
     Sent,
     Standing,
+    least_ttft_s,
     predicted_ttft_s,
     refusal,
     standing,
@@ -62,8 +63,8 @@ def test_the_estimate_is_the_queue_over_its_rate() -> None:
 
 def test_a_promise_is_kept_with_room_to_spare_and_the_wait_is_told() -> None:
     """The client is told to come back when the queue has drained to where it would be taken."""
-    assert refusal(BUSY, 0.79, 60.0, 1.0) is None
-    error = refusal(BUSY, 3.0, 60.0, 1.0)
+    assert refusal(BUSY, 0.79, 9.0, 60.0, 1.0) is None
+    error = refusal(BUSY, 3.0, 0.1, 60.0, 1.0)
 
     assert error is not None and error.status == 429 and error.code == "overloaded"
     assert error.retry_after_s == pytest.approx(3.0 - HEADROOM)
@@ -71,15 +72,28 @@ def test_a_promise_is_kept_with_room_to_spare_and_the_wait_is_told() -> None:
 
 def test_a_deadline_is_a_limit_without_any_promise() -> None:
     """What cannot begin in time by more than estimates are off is not begun."""
-    assert refusal(BUSY, 5.9, 5.0, None) is None
-    error = refusal(BUSY, 7.0, 5.0, None)
+    assert refusal(BUSY, 5.9, 5.9, 5.0, None) is None
+    error = refusal(BUSY, 9.0, 7.0, 5.0, None)
 
     assert error is not None and error.retry_after_s == pytest.approx(2.0)
 
 
+def test_one_estimate_that_misses_a_deadline_refuses_nobody() -> None:
+    """After minutes of few prompts and long steps the rate is far too low, and the deadline ends what was hopeless."""
+    assert refusal(BUSY, 64.0, 3.0, 40.0, None) is None
+    assert refusal(BUSY, 3.0, 64.0, 40.0, None) is None
+    assert refusal(BUSY, 64.0, 3.0, 40.0, 60.0) is None  # the promise is further away than the deadline
+
+
+def test_the_least_that_a_queue_takes_is_what_its_tokens_cost() -> None:
+    """Whatever rate was measured."""
+    engine = waits(("a", 0, 900), rate=1.0)
+    assert least_ttft_s(engine, Asked("a", 0, 100), 0.1, {}) == pytest.approx(1.0)
+
+
 def test_an_engine_that_does_nothing_refuses_nobody() -> None:
     """A wrong estimate could otherwise never be corrected: only work does that."""
-    assert refusal(Standing(), 100.0, 5.0, 1.0) is None
+    assert refusal(Standing(), 100.0, 100.0, 5.0, 1.0) is None
 
 
 def test_what_was_sent_since_counts_until_a_heartbeat_shows_it() -> None:
