@@ -435,6 +435,7 @@ class AdmissionActor(Actor):
                 case own.Ended():
                     self._records.ended(d.record.request_id)
                     tokens = SEQUENCE_TOKENS * d.record.num_choices
+                    self._sent.ended(d.record.request_id)
                     self._in_flight.ended(d.record.request_id, tokens, self.clock.now())
                     self._log_ended(d)
                 case own.MoveEnded():

@@ -179,6 +179,11 @@ class Keeping:
             for key in [k for k in self._releases if k[1] == ref]:
                 del self._releases[key]
 
+    @property
+    def seeks(self) -> bool:
+        """Whether one of my requests is held by nobody else yet."""
+        return bool(self._sought)
+
     def tick(self, others: Sequence[Ref], now: float) -> Due:
         """Say what is due."""
         keep: list[tuple[str, Ref]] = []

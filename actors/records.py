@@ -60,8 +60,12 @@ class Records:
         return self._keeping.begin(request_id, self._others(), self._context.clock.now())
 
     def keep(self, request_id: str, to: Ref) -> None:
-        """Send a new request's record to its backup once this turn's messages, its `Tokenize` among them, are out."""
-        asyncio.get_running_loop().call_soon(self._send_keep, request_id, to)
+        """Send a new request's record to its backup, after what its first token waits for.
+
+        That is its `Tokenize`, and where a neighbour answers in the next turn of the loop, its `Dispatch`.
+        """
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._send_keep, request_id, to)
 
     def waits(self, request_id: str) -> bool:
         """Whether a request may not be accepted yet."""
@@ -247,7 +251,8 @@ class Records:
 
     def tick(self) -> list[keeping.Held]:
         """Look for backups, repeat releases; returns records whose request nobody has ended in time."""
-        due = self._keeping.tick(self._others(), self._context.clock.now())
+        others = self._others() if self._keeping.seeks else []
+        due = self._keeping.tick(others, self._context.clock.now())
         for request_id in due.accept:
             owned = self._open(request_id)
             if owned is not None:

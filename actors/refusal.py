@@ -7,7 +7,7 @@ fair share of each other tenant (`engine.fairness`), then what came before.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,11 +138,18 @@ class Sent:
 
     def __init__(self) -> None:
         """Start with nothing sent."""
-        self._sent: deque[tuple[float, Ref, str, Queue]] = deque(maxlen=MAX_SENT)
+        self._sent: OrderedDict[str, tuple[float, Ref, Queue]] = OrderedDict()  # by request, the oldest first
 
     def sent(self, ref: Ref, request_id: str, asked: Asked, now: float) -> None:
         """A request was sent to an engine."""
-        self._sent.append((now, ref, request_id, Queue(asked.tenant, asked.priority, asked.tokens)))
+        self._sent[request_id] = now, ref, Queue(asked.tenant, asked.priority, asked.tokens)
+        self._sent.move_to_end(request_id)
+        if len(self._sent) > MAX_SENT:
+            self._sent.popitem(last=False)
+
+    def ended(self, request_id: str) -> None:
+        """A request is over: nobody waits behind it, whatever heartbeats show."""
+        self._sent.pop(request_id, None)
 
     def since(self, ref: Ref, counted: Collection[str], senders: int, now: float) -> list[Queue]:
         """Return what an engine's heartbeat does not show yet.
@@ -153,11 +160,11 @@ class Sent:
             senders: how many send; the others are taken to have sent as much.
             now: the time.
         """
-        while self._sent and self._sent[0][0] < now - SENT_S:
-            self._sent.popleft()
+        while self._sent and next(iter(self._sent.values()))[0] < now - SENT_S:
+            self._sent.popitem(last=False)
         return [
             queue._replace(tokens=queue.tokens * max(1, senders))
-            for _, to, request_id, queue in self._sent
+            for request_id, (_, to, queue) in self._sent.items()
             if to == ref and request_id not in counted
         ]
 

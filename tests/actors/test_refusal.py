@@ -108,6 +108,18 @@ def test_what_was_sent_since_counts_until_a_heartbeat_shows_it() -> None:
     assert sent.since(D0, (), 1, 1.0) == []
 
 
+def test_what_has_ended_is_in_nobodys_way() -> None:
+    """A short request is over before any heartbeat shows it; one that is sent again counts once, where it is now."""
+    sent = Sent()
+    sent.sent(D0, "r1", Asked("a", 0, 100), 0.0)
+    sent.sent(D0, "r2", Asked("a", 0, 50), 0.0)
+    sent.ended("r1")
+    sent.ended("r1")
+    assert sent.since(D0, (), 1, 0.1) == [Queue("a", 0, 50)]
+    sent.sent(D1, "r2", Asked("a", 0, 50), 0.2)
+    assert sent.since(D0, (), 1, 0.3) == [] and sent.since(D1, (), 1, 0.3) == [Queue("a", 0, 50)]
+
+
 def test_what_was_sent_is_bounded() -> None:
     """The oldest is forgotten."""
     sent = Sent()
