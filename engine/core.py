@@ -196,7 +196,7 @@ class EngineCore:
             return None
         needed = num_blocks_for(num_tokens)
         # What waits here comes first, or a stream of hand-offs would keep it waiting for ever.
-        head = self._roster.waiting.first
+        head = next(self._roster.in_turn(self.now()), None)
         queued = 0 if head is None else num_blocks_for(len(head.context))
         if not self._has_room(needed) or not self.pool.can_allocate(needed + queued):
             return None

@@ -9,6 +9,7 @@ from engines import Time, make_core, prompt, run, sequence
 
 from engine.fairness import MAX_TENANTS, OUTPUT_COST, Fairness
 from engine.scheduler import Scheduler
+from engine.sequence import Key
 
 
 def test_service_is_charged_by_tokens_and_weight() -> None:
@@ -144,3 +145,17 @@ def test_counters_of_those_who_wait_stay_within_the_bound(tmp_path: Path) -> Non
 
     assert 0 < found["fair_spread_widest"] <= found["fair_spread_bound"]
     assert found["fair_spread_widest"] < 300, "far less than a queue of sixty prompts"
+
+
+def test_a_hand_off_leaves_room_for_whose_turn_it_is(tmp_path: Path) -> None:
+    """Not for whoever came first: a stream of hand-offs would keep the one whose turn it is waiting for ever."""
+    time = Time()
+    core = make_core(tmp_path, num_blocks=20, time=time)
+    held = core.reserve(Key("running", 0), 160)  # ten blocks
+    assert held is not None
+    core.add(sequence("a", prompt(30, 1), max_tokens=2, tenant="a", arrival=time.at))
+    core.add(sequence("b", prompt(120, 2), max_tokens=2, tenant="b", arrival=time.at + 1))
+    core._roster.fair.charge("a", 5000)  # what it has had already
+
+    assert core.reserve(Key("new", 0), 64) is None  # four, and eight for b
+    assert core.reserve(Key("small", 0), 16) is not None
