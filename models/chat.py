@@ -55,6 +55,7 @@ class ChatTemplate:
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise
         self._template = env.from_string(source) if source is not None else None
+        self._own = (source or "").replace("\\n", "\n")  # as its string literals read when rendered
         control = sorted(tokenizer.special_texts.values(), key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, control))) if control else None
         self._borders = _Borders(control)
@@ -121,11 +122,18 @@ class ChatTemplate:
         ids: list[int] = []
         at = 0
         for match in self._control_pattern.finditer(text) if self._control_pattern else ():
-            ids += self._tokenizer.encode(shield.restore(text[at : match.start()]))
-            ids += self._tokenizer.encode(match.group(), parse_special=True)
+            ids += self._encode(shield.restore(text[at : match.start()]))
+            ids += self._tokenizer.encode(match.group(), parse_special=True, remember=True)
             at = match.end()
-        ids += self._tokenizer.encode(shield.restore(text[at:]))
+        ids += self._encode(shield.restore(text[at:]))
         return self._tokenizer.with_bos(ids)
+
+    def _encode(self, piece: str) -> list[int]:
+        """Encode what stands between control tokens; what the template itself says is encoded once.
+
+        With cold caches a piece takes a tenth of a millisecond, and a short chat has five of the template's own.
+        """
+        return self._tokenizer.encode(piece, remember=piece in self._own)
 
 
 class _Shield:

@@ -14,8 +14,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-SHORT_PIECE = 96  # characters; encoding one with cold caches takes a tenth of a millisecond, a template has several
-MAX_PIECES = 1024  # the least recently used goes
+MAX_PIECES = 256  # the least recently used goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +51,21 @@ class ModelTokenizer:
         self._without_control = _alternatives(user_defined.values())
         self._core = vocabulary.core
         self._unknown_id = vocabulary.unknown_id
-        self._remembered = lru_cache(MAX_PIECES)(lambda text: tuple(self._encode_anew(text)))
+        self._remembered = lru_cache(MAX_PIECES)(lambda text, special: tuple(self.encode(text, special)))
 
-    def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    def encode(self, text: str, parse_special: bool = False, *, remember: bool = False) -> list[int]:
         """Return the ids of a text, without any token put before it.
 
         Args:
             parse_special: recognize control tokens; False for everything that people wrote.
+            remember: keep the ids for the next time. For texts that are nobody's alone: how soon an answer comes would
+                tell others who wrote what.
         """
+        if remember:
+            return list(self._remembered(text, parse_special))
         pattern = self._with_control if parse_special else self._without_control
         if pattern is None:
-            return list(self._encode_plain(text))
+            return self._encode_plain(text)
         ids: list[int] = []
         for number, piece in enumerate(pattern.split(text)):
             if number % 2:
@@ -85,11 +88,7 @@ class ModelTokenizer:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
-    def _encode_plain(self, text: str) -> Iterable[int]:
-        """Encode a text without control or user-defined tokens; what templates put around every turn is remembered."""
-        return self._remembered(text) if len(text) <= SHORT_PIECE else self._encode_anew(text)
-
-    def _encode_anew(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         return ids if self._unknown_id is None else [i for i in ids if i != self._unknown_id]
 

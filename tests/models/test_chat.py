@@ -153,3 +153,16 @@ def test_loop_controls_and_generation_blocks_are_understood(tokenizer: ModelToke
     template = ChatTemplate(source, tokenizer)
 
     assert template.render_text([{"content": "a"}, {"content": "b"}, {"content": "c"}]) == "a"
+
+
+def test_what_people_wrote_is_not_remembered(tokenizer: ModelTokenizer) -> None:
+    """Only the template's own pieces are: how soon an answer comes tells nobody what others asked."""
+    template = ChatTemplate(CHATML, tokenizer)
+    template.render_ids(_user("first"))
+    remembered = tokenizer._remembered.cache_info()
+
+    for number in range(5):
+        template.render_ids(_user(f"secret {number}"))
+
+    after = tokenizer._remembered.cache_info()
+    assert after.currsize == remembered.currsize and after.hits > remembered.hits

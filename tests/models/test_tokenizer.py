@@ -13,7 +13,7 @@ import pytest
 from models.gguf import GgufFile
 from models.gguf_tokenizer import read_gguf_tokenizer
 from models.text import ModelText, load_text
-from models.tokenizer import MAX_PIECES, SHORT_PIECE, ModelTokenizer
+from models.tokenizer import MAX_PIECES, ModelTokenizer
 from tests.models.files import ROOT, tiny_model
 
 sys.path.insert(0, str(ROOT))
@@ -95,20 +95,17 @@ def test_the_text_side_never_imports_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("length", [1, SHORT_PIECE, SHORT_PIECE + 1])
-def test_a_text_that_was_met_before_gives_the_same_ids_in_a_list_of_its_own(
-    tokenizer: ModelTokenizer, length: int
-) -> None:
-    """Short texts are remembered; a caller that changes its ids changes nobody else's."""
-    text = ("hello hell " * 20)[:length]
-    first = tokenizer.encode(text)
-    wanted = list(first)
-    first.append(0)
-    assert tokenizer.encode(text) == wanted
+def test_a_remembered_text_gives_the_same_ids_in_a_list_of_its_own(tokenizer: ModelTokenizer) -> None:
+    """A caller that changes its ids changes nobody else's."""
+    for special in (False, True):
+        wanted = tokenizer.encode("hello hell", special)
+        first = tokenizer.encode("hello hell", special, remember=True)
+        first.append(0)
+        assert tokenizer.encode("hello hell", special, remember=True) == wanted
 
 
 def test_what_is_remembered_is_bounded(tokenizer: ModelTokenizer) -> None:
-    """Texts of a million users do not pile up."""
+    """The least recently used goes."""
     for number in range(3 * MAX_PIECES):
-        tokenizer.encode(f"text {number}")
+        tokenizer.encode(f"text {number}", remember=True)
     assert tokenizer._remembered.cache_info().currsize == MAX_PIECES
