@@ -433,7 +433,7 @@ class AdmissionActor(Actor):
                 case own.Accept():
                     self._accept(d.record, d.fence)
                 case own.Ended():
-                    self._records.ended(d.record.request_id)
+                    self._records.ended(d.record.request_id, elsewhere=d.outcome == "superseded")
                     tokens = SEQUENCE_TOKENS * d.record.num_choices
                     self._sent.ended(d.record.request_id)
                     self._in_flight.ended(d.record.request_id, tokens, self.clock.now())

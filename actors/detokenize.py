@@ -478,6 +478,8 @@ class DetokenizeActor(Actor):
                 nexts = [len(c.text.ids) for c in session.choices]
                 stalled = m.Stalled(request_id=session.request_id, fence=session.fence, next=nexts)
                 self.context.send(session.record.owner, stalled)
+            if not self.context.bus_ok:
+                session.waits_since = now  # what the client takes, or does not, cannot be heard
             if session.give_up_reader(self._slow_reader_s, now):
                 self._slow.inc()
                 self._after(session, now)

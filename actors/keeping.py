@@ -151,10 +151,12 @@ class Keeping:
         self._soonest = min(self._soonest, deadline + BACKUP_GRACE_S)
         return True
 
-    def on_release(self, msg: m.Release) -> None:
-        """These requests have ended."""
+    def on_release(self, msg: m.Release, sender: Ref) -> None:
+        """These requests have ended, or its sender owns them no more: what another owner has kept here stays."""
         for request_id in msg.request_ids:
-            self.take(request_id)
+            held = self.held.get(request_id)
+            if held is not None and held.owner == sender:
+                self.take(request_id)
 
     def take(self, request_id: str) -> Held | None:
         """Give up holding a record: it is mine from now on, or over."""

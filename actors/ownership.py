@@ -312,7 +312,7 @@ class Ownership:
             return []
         owned.fence = owned.next_fence()
         owned.timeline["ended"] = now
-        outcome = SlowReader.default_code if reason == SlowReader.default_code else Cancelled.default_code
+        outcome = reason if reason in (SlowReader.default_code, "superseded") else Cancelled.default_code
         return [*self._close(owned, reason, now), self._ended(owned, outcome or reason, None)]
 
     def edge_down(self, edge_subject: str, now: float) -> list[Directive]:

@@ -75,10 +75,11 @@ class Records:
         """A request's fence has changed: its backup has to know."""
         self._keeping.renew(request_id, self._context.clock.now())
 
-    def ended(self, request_id: str) -> None:
-        """A request of this owner's has ended."""
+    def ended(self, request_id: str, *, elsewhere: bool = False) -> None:
+        """A request of this owner's has ended, or with `elsewhere` has another owner, and may come back."""
         self._keeping.ended(request_id, self._context.clock.now())
-        self._remember(request_id)
+        if not elsewhere:
+            self._remember(request_id)
 
     def _remember(self, request_id: str) -> None:
         self._ended[request_id] = None
@@ -128,7 +129,7 @@ class Records:
                 if self._keeping.on_kept(message, sender, now) and owned is not None:
                     self._accept(owned.record, owned.fence)
             case m.Release():
-                self._keeping.on_release(message)
+                self._keeping.on_release(message, sender)
                 self._context.send(sender, m.Released(request_ids=message.request_ids))
             case m.Released():
                 self._keeping.on_released(message, sender)
@@ -146,7 +147,10 @@ class Records:
 
     def _on_keep(self, msg: m.Keep, sender: Ref, now: float) -> None:
         remaining_s = msg.deadline - self._context.clock.wall()
-        if msg.request_id not in self._table and not self._keeping.on_keep(msg, sender, now + remaining_s):
+        owned = self._open(msg.request_id)
+        # Whoever owns it by a lower fence is about to hear so, and is then a holder like any other.
+        mine = owned is not None and owned.fence > msg.fence
+        if not mine and not self._keeping.on_keep(msg, sender, now + remaining_s):
             return
         self._context.send(sender, m.Kept(request_id=msg.request_id, fence=msg.fence))
         member = self._context.membership.get(sender)

@@ -104,8 +104,9 @@ def refusal(
     """Return why a request is refused, if it is.
 
     An engine that does nothing refuses nobody: what was learnt when it was busy could be wrong, and only work corrects
-    it. A class's promise is judged by the prediction. A deadline is no promise, and ends its request anyway: both
-    estimates have to miss it, since a rate can be of minutes in which prompts were few and steps long.
+    it. Nor is anybody refused whose class was promised nothing: queues are counted in whole prompts, of which much may
+    be stored, and a deadline ends its request anyway. A deadline that is nearer than the promise has to be missed by
+    both estimates, since a rate can be of minutes in which prompts were few and steps long.
 
     Args:
         engine: where it would run.
@@ -114,9 +115,9 @@ def refusal(
         remaining_s: the time to its deadline.
         slo_s: the time to the first token that its class is promised, if it is.
     """
-    if not engine.busy:
+    if slo_s is None or not engine.busy:
         return None
-    if slo_s is not None and slo_s * HEADROOM < remaining_s:
+    if slo_s * HEADROOM < remaining_s:
         limit_s, what, late = slo_s * HEADROOM, f"the {slo_s:g} s of its class", predicted_s > slo_s * HEADROOM
     else:
         predicted_s = min(predicted_s, least_s)

@@ -146,6 +146,9 @@ class Session:
         """
         if self.slow_at or self.silent or self.client_done or not self.waiting or now - self.waits_since < limit_s:
             return False
+        if self.ended and self.terminal_sent:
+            self.client_done = True  # its end was told, and no other may be
+            return False
         error = SlowReader(f"the client took nothing for {limit_s:g} s although items waited for it")
         self.end(error, now)
         self.error, self.slow_at, self.terminal_sent = error, now, False

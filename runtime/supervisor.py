@@ -269,7 +269,10 @@ class Supervisor:
             for kept in self._kept.values():
                 self._check_frozen(kept, now)
                 self._check_failed(kept, now)
-            self._report(now)
+            try:
+                self._report(now)
+            except Exception as exc:  # to be seen is not worth the watch over the others
+                _log.error("the supervisor's report failed: %r", exc)
 
     def _check_frozen(self, kept: _Kept, now: float) -> None:
         child = kept.child

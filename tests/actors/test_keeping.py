@@ -129,8 +129,18 @@ def test_the_texts_of_records_are_bounded_too() -> None:
 
     assert keeping.on_keep(large[0], A, 10.0)
     assert not keeping.on_keep(large[1], A, 10.0)
-    keeping.on_release(m.Release(request_ids=["r0"]))
+    keeping.on_release(m.Release(request_ids=["r0"]), A)
     assert keeping.on_keep(large[1], A, 10.0)
+
+
+def test_a_former_owner_releases_nothing_that_the_present_one_has_kept() -> None:
+    """It was told that another one serves the request, which may be held by the same backup by then."""
+    keeping = Keeping(ME)
+    assert keeping.on_keep(keep("r", term=0), A, 10.0) and keeping.on_keep(keep("r", term=1), B, 10.0)
+    keeping.on_release(m.Release(request_ids=["r"]), A)
+    assert "r" in keeping.held
+    keeping.on_release(m.Release(request_ids=["r"]), B)
+    assert "r" not in keeping.held
 
 
 def test_a_death_moves_only_what_the_dead_one_had() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ def test_what_cannot_begin_before_its_deadline_is_refused_at_once(tmp_path: Path
     """It gets a typed error with a time to come back long before its deadline; those before it are not disturbed."""
 
     async def scenario(f: Fleet) -> dict[str, Any]:
+        owner = f.actor("admission-0")
+        owner.config = replace(owner.config, slo_ttft_s={"interactive": 60.0})
         early = [await f.ask(f"{number} {PROMPT * 8}", max_tokens=150) for number in range(24)]
         await f.system.clock.sleep(0.7)
         asked_at = f.system.clock.now()

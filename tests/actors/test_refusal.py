@@ -70,19 +70,24 @@ def test_a_promise_is_kept_with_room_to_spare_and_the_wait_is_told() -> None:
     assert error.retry_after_s == pytest.approx(3.0 - HEADROOM)
 
 
-def test_a_deadline_is_a_limit_without_any_promise() -> None:
+def test_a_deadline_that_is_nearer_than_the_promise_is_the_limit() -> None:
     """What cannot begin in time by more than estimates are off is not begun."""
-    assert refusal(BUSY, 5.9, 5.9, 5.0, None) is None
-    error = refusal(BUSY, 9.0, 7.0, 5.0, None)
+    assert refusal(BUSY, 5.9, 5.9, 5.0, 60.0) is None
+    error = refusal(BUSY, 9.0, 7.0, 5.0, 60.0)
 
     assert error is not None and error.retry_after_s == pytest.approx(2.0)
 
 
 def test_one_estimate_that_misses_a_deadline_refuses_nobody() -> None:
     """After minutes of few prompts and long steps the rate is far too low, and the deadline ends what was hopeless."""
-    assert refusal(BUSY, 64.0, 3.0, 40.0, None) is None
-    assert refusal(BUSY, 3.0, 64.0, 40.0, None) is None
-    assert refusal(BUSY, 64.0, 3.0, 40.0, 60.0) is None  # the promise is further away than the deadline
+    assert refusal(BUSY, 64.0, 3.0, 40.0, 60.0) is None
+    assert refusal(BUSY, 3.0, 64.0, 40.0, 60.0) is None
+    assert refusal(BUSY, 64.0, 64.0, 40.0, 60.0) is not None
+
+
+def test_a_class_without_a_promise_is_refused_nothing() -> None:
+    """Much of a queue of whole prompts may be stored, and a deadline ends its request anyway."""
+    assert refusal(BUSY, 64.0, 64.0, 5.0, None) is None
 
 
 def test_the_least_that_a_queue_takes_is_what_its_tokens_cost() -> None:
