@@ -173,18 +173,7 @@ async def run(seed: int, count: int, *, port_base: int, say: Callable[[str], Non
     if not store["remote_fetched"]:
         problems.append("no block went from one host to the other")
     result.violations += problems
-    return {
-        "faults_performed": sum(result.performed.values()),
-        "faults_effective": sum(result.effective.values()),
-        "by_kind": dict(sorted(result.effective.items())),
-        "texts_compared": result.compared,
-        "differing": result.differing,
-        "failed": result.failed,
-        "ledgers": result.ledgers,
-        "store": store,
-        "num_violations": len(result.violations),
-        "violations": result.violations[:20],
-    }
+    return result.report(store=store)
 
 
 async def _drive(

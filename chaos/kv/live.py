@@ -89,6 +89,21 @@ class Result:
     store: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def report(self, **more: object) -> dict[str, Any]:
+        """Return the figures as the result line tells them; `more` stands before what was broken."""
+        return {
+            "faults_performed": sum(self.performed.values()),
+            "faults_effective": sum(self.effective.values()),
+            "by_kind": dict(sorted(self.effective.items())),
+            "texts_compared": self.compared,
+            "differing": self.differing,
+            "failed": self.failed,
+            "ledgers": self.ledgers,
+            **more,
+            "num_violations": len(self.violations),
+            "violations": self.violations[:20],
+        }
+
 
 class Live:
     """Drives traffic and faults against one instance."""
@@ -364,19 +379,7 @@ async def run(seed: int, count: int, *, port_base: int, say: Callable[[str], Non
         result.violations.append(f"the instance stopped with {code} and left {left}")
     if not mounted:
         result.skipped["full, read-only"] = "mounting is not allowed here"
-    return {
-        "faults_performed": sum(result.performed.values()),
-        "faults_effective": sum(result.effective.values()),
-        "by_kind": dict(sorted(result.effective.items())),
-        "texts_compared": result.compared,
-        "differing": result.differing,
-        "failed": result.failed,
-        "ledgers": result.ledgers,
-        "store": result.store,
-        "skipped": result.skipped,
-        "num_violations": len(result.violations),
-        "violations": result.violations[:20],
-    }
+    return result.report(store=result.store, skipped=result.skipped)
 
 
 async def _drive(
