@@ -123,16 +123,14 @@ class Hosts(Live):
                 await asyncio.sleep(PACE_S)
         finally:
             self._over = True
-            await asyncio.gather(*workers)
-            counting.cancel()
-            await asyncio.wait([counting])
+            await asyncio.gather(*workers, counting)
 
     def _segments(self) -> list[Path]:
         """What is hurt by flips: the memory of the stores, of which each copy is verified."""
         return sorted(path for name in self._instances for path in self._shm.glob(f"headrace-{name}-kv-*"))
 
     async def _count(self) -> None:
-        while True:
+        while not self._over:
             try:
                 nodes = {seen.beat.node for seen in self._watch.live("kv")}
                 for node, text in (await self._probe.texts(nodes, timeout_s=0.5)).items():

@@ -180,9 +180,7 @@ class Live:
                 await asyncio.sleep(PACE_S)
         finally:
             self._over = True
-            await asyncio.gather(*workers)
-            counting.cancel()
-            await asyncio.wait([counting])
+            await asyncio.gather(*workers, counting)
 
     async def _strike(self, strike: Strike) -> bool:
         if strike.kind in ON_PROCESSES:
@@ -298,7 +296,7 @@ class Live:
 
     async def _count(self) -> None:
         nodes = {seen.beat.node for seen in self._watch.live("kv")}
-        while True:
+        while not self._over:
             try:
                 for text in (await self._probe.texts(nodes, timeout_s=0.5)).values():
                     figures = {name: value for (name, _), value in parse(text).items()}
