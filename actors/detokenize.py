@@ -7,13 +7,13 @@ they are acknowledged (R5), and answers `fenced` to whatever comes under a lower
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from actors import replies
 from actors.heirs import ORPHAN_RESEND_S, heir
+from actors.retired import Retired
 from actors.sessions import KEEPALIVE_S, Session
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
@@ -34,10 +34,10 @@ NO_RESPONDERS = 3
 RECONNECT_GRACE_S = 2.5
 SLOW_READER_S = 30.0  # a client that acknowledges nothing for so long, although items wait for it, is given up
 SLOW_KEPT_S = 5.0  # and forgotten so long after that
-RETIRED = 4096
 # Owners send `Open` and `Dispatch` together, so items may come first; a lost `Open` is repeated after 0.2 s.
 EARLY_S = 0.5
 MAX_EARLY = 1024  # requests
+FENCING = ("fenced", "superseded")  # reasons of a `Close` after which a request goes on elsewhere
 MAX_EARLY_BATCHES = 64  # of one request; what is dropped is repeated
 
 
@@ -85,7 +85,7 @@ class DetokenizeActor(Actor):
         self._load_vocabulary = load_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._sessions: dict[str, Session] = {}
-        self._fences: OrderedDict[str, Fence] = OrderedDict()  # of requests that ended here, newest last
+        self._retired = Retired()
         self._early: dict[str, _Early] = {}
         self._dirty_acks: dict[Ref, set[str]] = {}
         telemetry = context.telemetry
@@ -160,8 +160,8 @@ class DetokenizeActor(Actor):
         else:
             if len(self._sessions) >= MAX_SESSIONS:
                 return  # the owner repeats, or chooses another
-            ended = self._fences.get(msg.request_id)
-            if ended is not None and ended >= msg.fence:
+            left = self._retired.fence(msg.request_id)
+            if left is not None and left >= msg.fence:
                 return  # a repeat that was overtaken by the end
             session = Session.open(
                 msg,
@@ -193,7 +193,8 @@ class DetokenizeActor(Actor):
         if session is not None and not session.silent:
             self.context.send(sender, self._orphan(session))
             return
-        ended = session is not None or msg.request_id in self._fences
+        # What was only fenced off here may run elsewhere: whoever has it speaks for itself.
+        ended = not session.fenced_off if session is not None else self._retired.ended(msg.request_id)
         self.context.send(sender, m.Unclaimed(request_id=msg.request_id, fence=msg.fence, ended=ended))
 
     def _orphan(self, session: Session) -> m.Orphan:
@@ -220,7 +221,7 @@ class DetokenizeActor(Actor):
 
     def _superseded(self, msg: m.RequestMessage, sender: Ref, session: Session | None) -> bool:
         """Whether another owner commands, or has ended, this request under a higher fence; the lower one is told so."""
-        known = session.fence if session is not None else self._fences.get(msg.request_id)
+        known = session.fence if session is not None else self._retired.fence(msg.request_id)
         if known is None or known <= msg.fence or known.owner == msg.fence.owner:
             return False
         self._tell_superseded(sender, msg.request_id, known)
@@ -266,13 +267,16 @@ class DetokenizeActor(Actor):
         if session is not None and msg.fence >= session.fence:
             session.fence = msg.fence
             error = from_info(msg.error) if msg.error is not None else None
-            now = self.clock.now()
+            now, ended = self.clock.now(), session.ended
             if error is not None:
                 session.end(error, now)
             else:
                 session.end(Cancelled(f"closed: {msg.reason}"), now, silent=True)
+                if not ended and msg.reason in FENCING:
+                    # Its engine may be at work under this very fence already: it is its owner's to command.
+                    session.fenced_off = session.engine_closed = True
                 session.finished_acked = True
-                self._fences[msg.request_id] = msg.fence
+                self._retired.note(msg.request_id, msg.fence, fenced_off=session.fenced_off)
             self._after(session, now)
             self._flush([session])
         self._early.pop(msg.request_id, None)
@@ -304,9 +308,9 @@ class DetokenizeActor(Actor):
         touched: list[Session] = []
         for batch in batches:
             session = self._sessions.get(batch.request_id)
-            if session is None:
+            if session is None or (session.fenced_off and batch.fence > session.fence):
                 if not self._keep_early(batch, sender, now):
-                    fence = self._fences.get(batch.request_id, batch.fence)
+                    fence = self._retired.fence(batch.request_id) or batch.fence
                     urgent.append(Ack(batch.request_id, fence, "done", [], 0))
                 continue
             if batch.fence < session.fence:
@@ -331,7 +335,7 @@ class DetokenizeActor(Actor):
 
     def _keep_early(self, batch: ItemBatch, sender: Ref, now: float) -> bool:
         """Keep items whose `Open` may be on its way; false if their request has ended here, or there is no room."""
-        if batch.request_id in self._fences:
+        if self._retired.covers(batch.request_id, batch.fence):
             return False
         early = self._early.get(batch.request_id)
         if early is None:
@@ -428,6 +432,7 @@ class DetokenizeActor(Actor):
             # The heir may have opened the request here already, or do so next: the fence is its to raise.
             if ack.fence <= session.fence:
                 return
+            session.fenced_off = session.fenced_off or not session.ended
             session.end(Cancelled("another owner serves this request", code="superseded"), now, silent=True)
             self._after(session, now)
             return
@@ -513,9 +518,7 @@ class DetokenizeActor(Actor):
 
     def _retire(self, session: Session) -> None:
         if session.settled and self._sessions.pop(session.request_id, None) is not None:
-            self._fences[session.request_id] = session.fence
-            while len(self._fences) > RETIRED:
-                self._fences.popitem(last=False)
+            self._retired.note(session.request_id, session.fence, fenced_off=session.fenced_off)
 
     def member_changed(self, ref: Ref, state: str) -> None:
         """An owner that was only silent commands again what nobody has claimed meanwhile (R7)."""

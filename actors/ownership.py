@@ -589,8 +589,9 @@ class Ownership:
         return self._advance(owned, now)
 
     def close_elsewhere(self, owned: Owned, ref: Ref) -> list[Directive]:
-        """Return what tells an actor that the request is served without it, under the present fence."""
-        close = m.Close(**owned.head(), reason="fenced", reply=self._me)
+        """Return what tells an actor that the request is served without it, under the present fence, or is over."""
+        reason = "fenced" if owned.stage is Stage.OPEN else "drop"
+        close = m.Close(**owned.head(), reason=reason, reply=self._me)
         owned.to_close[ref] = close
         return [Send(ref, close)]
 

@@ -50,6 +50,7 @@ class Session:
     cached_by: Fence | None = None  # whose account that is: a later try finds what the first one computed
     error: HeadraceError | None = None
     silent: bool = False  # dropped: no terminal is owed
+    fenced_off: bool = False  # because it is served elsewhere: that is no end of the request
     ended: bool = False
     window: int = DEFAULT_WINDOW
     first_item_at: float = 0.0
@@ -294,6 +295,7 @@ class Session:
         self.fence = msg.fence
         if msg.record.owner != self.record.owner:
             self.former.add(self.record.owner)
+            self.former.discard(msg.record.owner)  # who owned it once, and does so again
             self.finished_acked, self.finished_told = False, 0
         self.orphaned = False
         changed = {"owner": msg.record.owner, "backup": msg.record.backup}

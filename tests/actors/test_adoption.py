@@ -265,6 +265,33 @@ def test_a_frozen_owner_is_replaced_and_lets_go_when_it_wakes(thaw_s: float, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("later_s", [0.2, 6.0], ids=["it remembers the stream", "it remembers the fence alone"])
+def test_a_detokenizer_that_was_fenced_off_does_not_end_what_goes_on_elsewhere(later_s: float, tmp_path: Path) -> None:
+    """R2, R3. Scenario: a detokenizer freezes, is replaced and wakes; then the owner dies, and it answers first."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 600)
+        await f.items(stream, 20)
+        fenced = f.serving("detokenize", stream)
+        f.freeze(fenced)
+        await f.system.clock.sleep(2.0)
+        f.thaw(fenced)
+        await f.system.clock.sleep(later_s)
+        serving = f.nodes[f.serving("detokenize", stream)]
+        assert serving.name != fenced and stream.terminal is None
+        f.freeze(serving.name)
+        await f.kill("admission-0", again_after_s=None)
+        await f.system.clock.sleep(0.15)
+        f.thaw(serving.name)
+        await f.end(stream, limit_s=20.0)
+        check(stream, PROMPT, 600)
+        assert failovers(f, "decode") == 0
+        await f.rest(limit_s=6.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 def test_two_adopters_at_once_are_resolved_by_the_fence(tmp_path: Path) -> None:
     """R3. Scenario: the backup adopts from its record, a third actor from a report: one of them lets go."""
 
