@@ -14,8 +14,10 @@ from schemas import messages as m
 from schemas.record import Fence
 from schemas.subjects import Ref
 
-KEEP_WAIT_S = 0.1  # two of these are less than an edge waits for `accepted`
-KEEP_TRIES = 2
+KEEP_WAIT_S = 0.1  # for a backup's answer, before another one is asked as well
+# So long after it came a request is accepted, held or not. With the time between two ticks, and what the message takes,
+# that is less than an edge waits: it would ask the backup, which may have the record by then, and would take it over.
+ACCEPT_WITHIN_S = 0.15
 KEEP_AGAIN_S = 1.0  # a request that was accepted without a backup looks for one this often
 BACKUP_GRACE_S = 0.5  # the detokenizer ends a stream at its deadline, its owner at 0.3 s, its backup at 0.5 s (R4)
 RELEASE_RESEND_S = 0.5
@@ -32,7 +34,7 @@ class _Sought:
 
     to: Ref | None
     next_at: float
-    tries: int = 0
+    accept_at: float = 0.0
     accepted: bool = False
     asked: list[Ref] = field(default_factory=list)
 
@@ -85,7 +87,7 @@ class Keeping:
             self._sought[request_id] = _Sought(None, now + KEEP_AGAIN_S, accepted=True)
             self.without += not accepted
             return None
-        self._sought[request_id] = _Sought(to, now + KEEP_WAIT_S, tries=1, accepted=accepted, asked=[to])
+        self._sought[request_id] = _Sought(to, now + KEEP_WAIT_S, now + ACCEPT_WITHIN_S, accepted=accepted, asked=[to])
         return to
 
     def on_kept(self, msg: m.Kept, sender: Ref, now: float) -> bool:
@@ -212,15 +214,20 @@ class Keeping:
         self._soonest = min((h.deadline + BACKUP_GRACE_S for h in self.held.values()), default=float("inf"))
         return [h for h in expired if h.finished is None]
 
+    def _go_without(self, request_id: str, sought: _Sought, accept: list[str]) -> None:
+        sought.accepted = True
+        self.without += 1
+        accept.append(request_id)
+
     def _seek(self, others: list[Ref], now: float, keep: list[tuple[str, Ref]], accept: list[str]) -> None:
         for request_id, sought in self._sought.items():
+            if not sought.accepted and now >= sought.accept_at:
+                self._go_without(request_id, sought, accept)
             if now < sought.next_at or len(keep) >= PER_TICK:
                 continue
             fresh = [r for r in ranked(request_id, others) if r not in sought.asked]
-            if not sought.accepted and (not fresh or sought.tries >= KEEP_TRIES):
-                sought.accepted = True
-                self.without += 1
-                accept.append(request_id)
+            if not sought.accepted and not fresh:
+                self._go_without(request_id, sought, accept)
             if sought.accepted and not fresh:  # once more around
                 for ref in sought.asked:
                     self._release(request_id, ref, now)
@@ -228,7 +235,6 @@ class Keeping:
                 fresh = ranked(request_id, others)
             sought.to = fresh[0] if fresh else None
             sought.next_at = now + (KEEP_AGAIN_S if sought.accepted else KEEP_WAIT_S)
-            sought.tries += 1
             if sought.to is not None:
                 sought.asked.append(sought.to)
                 keep.append((request_id, sought.to))

@@ -44,6 +44,7 @@ class Records:
         self._accept = accept
         self._keeping = keeping.Keeping(context.ref)
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._deferred: dict[str, str] = {}  # held records to be adopted when there is room, and why
 
     def statistics(self) -> dict[str, float]:
         """Records of others that are held, requests of whom nobody else holds one, and how many were accepted so."""
@@ -196,6 +197,11 @@ class Records:
 
     def _adopt(self, held: keeping.Held, reason: str) -> None:
         keep = held.keep
+        if self._table.full and keep.request_id not in self._table:
+            if len(self._deferred) >= keeping.MAX_HELD:
+                self._deferred = {r: why for r, why in self._deferred.items() if r in self._keeping.held}
+            self._deferred[keep.request_id] = reason  # nobody else may have it: it stays held, and waits for room
+            return
         self._keeping.take(keep.request_id)
         self._take_over(keep.record, keep.body, keep.fence, keep.max_tokens, reason)
 
@@ -234,6 +240,8 @@ class Records:
         if owned is None:
             if self._context.membership.is_up(msg.record.owner):
                 return  # it may have been cut off from its owner, or hear of it too late
+            if self._table.full:
+                return  # whoever reports it asks another one next
             held = self._keeping.take(msg.request_id)
             fence = max(msg.fence, held.keep.fence) if held is not None else msg.fence
             self._take_over(msg.record, {}, fence, None, "orphan")
@@ -253,8 +261,20 @@ class Records:
         """An admission actor drains: what it holds has to be held by another; what it owns it ends by itself."""
         self._keeping.member_down(ref, "drain", self._context.clock.now())
 
+    def _adopt_deferred(self) -> None:
+        """Take over what there was no room for, unless its owner is back, has ended it, or somebody else has it."""
+        for request_id, reason in list(self._deferred.items()):
+            if self._table.full:
+                return
+            del self._deferred[request_id]
+            held = self._keeping.held.get(request_id)
+            if held is not None and not self._context.membership.is_up(held.owner):
+                self._adopt(held, reason)
+
     def tick(self) -> list[keeping.Held]:
         """Look for backups, repeat releases; returns records whose request nobody has ended in time."""
+        if self._deferred:
+            self._adopt_deferred()
         others = self._others() if self._keeping.seeks else []
         due = self._keeping.tick(others, self._context.clock.now())
         for request_id in due.accept:

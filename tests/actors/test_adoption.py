@@ -403,6 +403,31 @@ def test_the_account_of_a_request_whose_owner_died_is_written_once(tmp_path: Pat
     simulate(scenario, tmp_path)
 
 
+@pytest.mark.slow
+def test_a_request_waits_for_room_at_its_heir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2. Scenario: the heir owns as many requests as it may, and nobody else knows of this one."""
+
+    async def scenario(f: Fleet) -> None:
+        own = await ask_of(f, "admission-1", PROMPT, 100)
+        await f.items(own, 5)
+        for number in range(2):
+            await f.kill(f"tokenize-{number}", again_after_s=None)
+        stream = await ask_of(f, "admission-0", LONG, 20)
+        await f.system.until(lambda: stream.accepted is not None)
+        monkeypatch.setattr("actors.ownership.MAX_OPEN", 1)
+        await f.kill("admission-0", again_after_s=None)
+        await f.system.start(f.make("tokenize", 0))
+        await f.system.clock.sleep(0.5)
+        assert f.actor("admission-1").load()["running"] == 1
+        await f.end(own)
+        await f.end(stream, limit_s=5.0)
+        check(own, PROMPT, 100)
+        check(stream, LONG, 20)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
 # --- the ladder of endings --------------------------------------------------------------------------
 
 
