@@ -117,6 +117,8 @@ class Owned:
     tokenized: bool = False
     detok: Ref | None = None
     opened: bool = False
+    open_sent: bool = False  # the detokenizer may hold it
+    detok_leaves: bool = False  # it drains, and there was no other
     ever_dispatched: bool = False
     ids_current: bool = True  # whether `outputs` is what the detokenizer holds under this fence
     outputs: list[list[int]] = field(default_factory=list)
@@ -149,6 +151,10 @@ class Owned:
             return []
         engines = [self.placement.first] + ([self.placement.decode] if self.placement.decode else [])
         return engines if self.offer is None else [*engines, self.offer.to]
+
+    def choose(self, detok: Ref | None) -> None:
+        """Take another detokenizer, which has heard of nothing yet."""
+        self.detok, self.opened, self.open_sent, self.detok_leaves = detok, False, False, False
 
     def next_fence(self) -> Fence:
         """Return the fence of the next try: above this one, and above all that were offered."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from actors import moves
+from actors import asks, moves
 from actors.owned import (
     Accept,
     Anycast,
@@ -209,7 +209,7 @@ class Ownership:
         if owned is None or owned.placement is None:
             return []
         if owned.offer is not None and msg.started and (sender, msg.fence) == (owned.offer.to, owned.offer.fence):
-            return moves.moved(owned, self._me, self._is_up)
+            return self._moved(owned, now)
         if msg.fence != owned.fence:
             return []
         if msg.error is not None:
@@ -250,7 +250,7 @@ class Ownership:
         if owned is None or offer is None or msg.next != offer.fence or sender != owned.runner:
             return []
         if msg.outcome == "moved":
-            return moves.moved(owned, self._me, self._is_up)
+            return self._moved(owned, now)
         ended = MoveEnded(msg.request_id, offer.reason, msg.outcome)
         if msg.outcome == "doubtful" or (msg.outcome == "unfit" and owned.leaving is not None):
             reason = "drain" if owned.leaving is not None else "migration"
@@ -272,10 +272,12 @@ class Ownership:
         ]
 
     def on_stalled(self, msg: m.Stalled, heard_s: Callable[[Ref], float], now: float) -> list[Directive]:
-        """No ids for a second: ask the engine, unless its silence is about to be noticed anyway."""
+        """No ids for a second: ask the engine, unless its silence is about to be noticed; a dead one is replaced."""
         owned = self._open(msg.request_id)
         if owned is None or msg.fence != owned.fence or not owned.dispatched or owned.runner is None:
             return []
+        if not self._is_up(owned.runner):  # whoever was told of its end did not know yet that it runs there
+            return self._fail_engines(owned, owned.runner, "lost", now)
         if owned.started and heard_s(owned.runner) < 1.0:
             owned.probing = True
             return self._redirect(owned)
@@ -340,6 +342,8 @@ class Ownership:
                 continue
             if ref == o.detok and o.error is not None:
                 out += self._end_with(o, o.error, now)
+            elif ref == o.detok and reason == "drain" and self._choose_detokenizer(o.record) in (None, ref):
+                o.detok_leaves = True  # its streams end there, unless another one comes meanwhile
             elif ref == o.detok:
                 out += self._lose_detok(o, ref, reason, now)
             elif ref in o.engines:
@@ -372,7 +376,9 @@ class Ownership:
             o.next_send = min(o.next_send, o.hold_until)
             return [Send(ref, m.Claim(**o.head())) for ref in sorted(o.claims)]
         if o.detok is None or not self._is_up(o.detok):
-            o.detok, o.opened = self._choose_detokenizer(o.record), False
+            o.choose(self._choose_detokenizer(o.record))
+        elif o.detok_leaves and self._choose_detokenizer(o.record) not in (None, o.detok):
+            return self._lose_detok(o, o.detok, "drain", now)
         out: list[Directive] = []
         if not o.tokenized:
             out.append(Anycast("tokenize", self._tokenize(o)))
@@ -380,9 +386,11 @@ class Ownership:
         if o.adopted and o.redirect:
             # With `Open` first, an engine's items of this moment would be refused under the new fence: it would stop.
             return out + self._redirect(o)
+        told = o.open_sent
         if not o.opened:
             if o.detok is not None:
-                out.append(Send(o.detok, self._open_message(o)))
+                out.append(Send(o.detok, m.Open(**o.head(), record=o.record)))
+                o.open_sent = True
             # The very first dispatch does not wait for `Opened`: the detokenizer keeps items that overtake its `Open`.
             # After a failure, or another owner, what the detokenizer holds has to be known first.
             if o.detok is None or o.ever_dispatched or o.fence.term > 0 or not o.ids_current:
@@ -398,12 +406,14 @@ class Ownership:
             o.dispatched = o.started = False
             error = self._refusal(o, now)
             if error is not None:
+                if not told:
+                    o.choose(None)
                 return self._end_with(o, error, now)
         if o.placement is None or o.detok is None:
             return out
         if not o.dispatched:
             o.ever_dispatched = True
-            out.append(Send(o.placement.first, self._dispatch(o, o.placement, o.detok)))
+            out.append(Send(o.placement.first, asks.dispatch(o, self._me, o.placement, o.detok)))
         elif o.probing:
             out += self._redirect(o)
         elif o.offer is not None:
@@ -420,38 +430,13 @@ class Ownership:
         error = self._refuse(o.record, o.placement, o.deadline - now)
         if error is not None:
             o.placement = None
-            if not o.opened:
-                o.detok = None  # chosen, and told nothing yet
         return error
 
     def _tokenize(self, o: Owned) -> m.Tokenize:
-        return m.Tokenize(
-            **o.head(),
-            api=o.record.api,
-            body=o.body,
-            limit=self._context_limit(),
-            max_tokens=o.max_tokens,
-            reply=self._me,
-        )
-
-    def _open_message(self, o: Owned) -> m.Open:
-        return m.Open(**o.head(), record=o.record)
-
-    def _dispatch(self, o: Owned, placement: Placement, detok: Ref) -> m.Dispatch:
-        return m.Dispatch(
-            **o.head(),
-            record=o.record,
-            detokenize=detok,
-            decode=placement.decode,
-            outputs=o.outputs,
-            finished=o.finished,
-            reply=self._me,
-        )
+        return asks.tokenize(o, self._me, self._context_limit())
 
     def _redirect(self, o: Owned) -> list[Directive]:
-        if o.runner is None or o.detok is None:
-            return []
-        return [Send(o.runner, m.Redirect(**o.head(), detokenize=o.detok, reply=self._me))]
+        return asks.redirect(o, self._me)
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -460,6 +445,13 @@ class Ownership:
         assert self._choose_target is not None and o.leaving is not None
         to = self._choose_target(o.record, frozenset({*o.suspects, o.leaving}))
         return [] if to is None else self.move(o.record.request_id, to, "drain", now)
+
+    def _moved(self, o: Owned, now: float) -> list[Directive]:
+        """A move is done; the engine may have died before anybody said so."""
+        out = moves.moved(o, self._me, self._is_up)
+        if o.runner is not None and not self._is_up(o.runner):
+            out += self._fail_engines(o, o.runner, "lost", now)
+        return out
 
     # --- losses ---------------------------------------------------------------------------------
 
@@ -509,8 +501,7 @@ class Ownership:
         if self._is_up(ref) or reason in ("silent", "drain"):
             o.to_close[ref] = m.Close(**o.head(), reason="fenced", reply=self._me)
             out.append(Send(ref, o.to_close[ref]))
-        o.detok = self._choose_detokenizer(o.record)
-        o.opened = False
+        o.choose(self._choose_detokenizer(o.record))
         if o.started:
             o.redirect = True  # the engine has every id and repeats them from 0
         elif o.placement is not None:

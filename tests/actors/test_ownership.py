@@ -454,6 +454,59 @@ def test_an_engine_without_room_is_avoided_for_the_next_try() -> None:
     assert b.fence == FIRST.next()
 
 
+def test_a_stream_whose_engine_is_known_to_be_dead_goes_on_elsewhere() -> None:
+    """Scenario: the word of its death came before the word that the request runs there; nobody speaks of it again."""
+    b = Bench()
+    b.running()
+    b.down.add(D0)
+
+    b.do(b.table.on_stalled(m.Stalled(**b.head(), next=[2]), lambda ref: float("inf"), b.now))
+    assert [(f.kind, f.reason) for f in b.all(Failover)] == [("decode", "lost")]
+    b.ids([[11, 12]])
+
+    assert b.one(m.Dispatch, P0).decode == D1
+
+
+@pytest.mark.parametrize("word", ["Migrated", "Dispatched"])
+def test_a_move_to_an_engine_that_died_at_that_moment_is_made_good(word: str) -> None:
+    """Scenario: the destination's death is heard before the word that the request runs there now."""
+    b = Bench()
+    b.running()
+    b.do(b.table.move("r", D1, "balance", b.now))
+    offer = b.one(m.Migrate, D0).next
+    b.exit(D1)
+    b.out.clear()
+
+    if word == "Migrated":
+        moved = m.Migrated(**b.head(), next=offer, outcome="moved")
+        b.do(b.table.on_migrated(moved, D0, b.now))
+    else:
+        b.do(b.table.on_dispatched(m.Dispatched(request_id="r", fence=offer, started=True), D1, b.now))
+    b.ids([[11, 12]])
+
+    assert b.one(m.Dispatch, P0).decode == D0
+    assert b.fence > offer
+
+
+def test_the_streams_of_the_only_detokenizer_end_there_when_it_drains() -> None:
+    """Without another one it goes on; one that comes meanwhile gets them, and the engine goes on too."""
+    b = Bench()
+    b.down.add(T1)
+    b.running()
+
+    b.down.add(T1)
+    b.table._choose_detokenizer = lambda record: T1 if T1 not in b.down else None
+    b.do(b.table.member_down(T0, "drain", b.now))
+    b.after(RESEND_S)
+    assert not b.sent(m.Close) and not b.all(Failover) and b.fence == FIRST
+
+    b.down.discard(T1)
+    b.after(RESEND_S)
+    b.opened(T1)
+    assert b.sent(m.Close, T0)[0].reason == "fenced"
+    assert b.one(m.Redirect, D0).detokenize == T1
+
+
 def test_without_a_survivor_it_waits() -> None:
     """And goes on when somebody appears."""
     b = Bench()
@@ -760,6 +813,25 @@ def test_a_refusal_comes_before_anything_is_dispatched() -> None:
     assert terminal.error.code == "rate_limit_exceeded" and terminal.error.retry_after_s == 2.0
     assert not bench.sent(m.Dispatch) and not bench.sent(m.Open)
     assert next(d for d in bench.out if isinstance(d, Ended)).outcome == "rate_limit_exceeded"
+
+
+def test_a_stream_that_was_opened_before_its_refusal_is_closed() -> None:
+    """Scenario: there was no engine at first, and the stream was opened meanwhile: it would stay until its deadline."""
+    b = Bench()
+    b.down |= {P0, D0, D1}
+    b.admit()
+    b.tokenized()
+    assert len(b.sent(m.Open, T0)) == 1
+    b.out.clear()
+    b.table._refuse = lambda record, placement, remaining_s: Overloaded("full")
+    b.down.clear()
+
+    b.after(RESEND_S)
+
+    assert len(b.all(Terminal)) == 1
+    assert b.sent(m.Close, T0)[0].fence >= b.all(Terminal)[0].fence
+    b.closed(T0)
+    assert len(b.table) == 0
 
 
 def test_what_was_begun_is_never_refused() -> None:

@@ -90,3 +90,26 @@ def test_a_draining_admission_actor_hands_new_requests_on(tmp_path: Path) -> Non
         assert f.actor("admission-0").idle
 
     simulate(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_draining_detokenizer_cuts_no_stream(another: bool, tmp_path: Path) -> None:
+    """It is the only one: its streams end there before it goes, or move to one that comes meanwhile."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=100)
+        await f.items(stream, 20)
+        node = f.nodes["detokenize-0"]
+        node.request_drain()
+        await f.system.clock.sleep(0.3)
+        if another:
+            await f.system.start(f.make("detokenize", 1))
+            assert await node.wait() == 0
+            assert stream.terminal is None and stream.num_items < 100
+        await f.end(stream, limit_s=4.0)
+        check(stream, PROMPT, 100)
+        assert sum(a.stepped.steps for a in f.engines()) <= 105
+        assert await node.wait() == 0
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path, detokenize=1)
