@@ -22,6 +22,7 @@ from actors.placement_metrics import PlacementMetrics
 from actors.rebalance import Rebalancer
 from actors.records import Records
 from actors.refusal import CLASSES, Asked, Sent, least_ttft_s, predicted_ttft_s, refusal, standing
+from actors.replication import Replication
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
 from runtime.bus import BusMessage
@@ -101,6 +102,7 @@ class AdmissionActor(Actor):
         self._terminals: dict[str, _OwnTerminal] = {}
         self._pinning = Pinning(context, config.models)
         self._where = Whereabouts(context)
+        self._replication = Replication(context, self._where)
         self._placed = PlacementMetrics(context.telemetry)
         self._early: dict[str, tuple[m.Submit, float]] = {}  # no engine is known yet; kept until then
         telemetry = context.telemetry
@@ -139,6 +141,7 @@ class AdmissionActor(Actor):
             "oldest_request_age_seconds": self._table.oldest_age_s(self.clock.now()),
             **self._records.statistics(),
             **{f"kv_index_{name}": value for name, value in self._where.index.statistics().items()},
+            **self._replication.statistics(),
         }
 
     def context_limit(self) -> int:
@@ -405,6 +408,7 @@ class AdmissionActor(Actor):
         self._rebalance(now)
         self._pinning.tick(now)
         self._where.index.tick(now)
+        self._replication.tick(now)
         for msg, _ in list(self._early.values()):
             self._submit(msg, now, self.clock.wall())
         for request_id, t in list(self._terminals.items()):
@@ -555,9 +559,10 @@ class AdmissionActor(Actor):
         engines = Engines(*by_role)
         everyone = [member for members in by_role for member in members]
         stored = self._where.find(record, everyone)
+        sent = self._sent_since(now)
         placement = place(
             engines,
-            self._sent_since(now),
+            sent,
             now,
             num_choices=record.num_choices,
             max_tokens=record.sampling.max_tokens,
@@ -571,6 +576,8 @@ class AdmissionActor(Actor):
         if placement is not None:
             tokens = sum(map(len, record.prompt_ids))
             self._placed.placed(record.request_id, placement, tokens, self.clock.wall())
+            if self._where.asked:
+                self._replication.placed(everyone, sent)
             hint = self._where.on_disk(record, placement.first, stored.get(placement.first))
             if hint is not None:  # the read begins while the dispatch is on its way
                 self.context.send(*hint)

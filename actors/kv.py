@@ -43,6 +43,7 @@ class KvActor(Actor):
         num_blocks: how many blocks the tier holds; 0 turns it off, and the disk with it.
         disk: what is kept on a disk, and where; nothing if absent.
         remote: whether to ask the stores of other hosts.
+        copies_per_minute: most bytes that are copied from there before anybody has asked for them here.
         quotas: most bytes of each owner in host memory.
     """
 
@@ -57,6 +58,7 @@ class KvActor(Actor):
         num_blocks: int,
         disk: DiskConfig | None = None,
         remote: bool = False,
+        copies_per_minute: int = 0,
         quotas: Quotas | None = None,
     ) -> None:
         super().__init__(context)
@@ -71,7 +73,9 @@ class KvActor(Actor):
         self._disk: DiskSide | None = None
         if disk is not None and num_blocks > 0:
             self._disk = DiskSide(context, disk, answer=self._answer, opened=self._opened)
-        self._remote = RemoteSide(context, answer=self._answer) if remote and num_blocks > 0 else None
+        self._remote: RemoteSide | None = None
+        if remote and num_blocks > 0:
+            self._remote = RemoteSide(context, answer=self._answer, copies_per_minute=copies_per_minute)
         self._lent: dict[str, Ref] = {}  # tickets of other hosts' stores, and who serves them here
         self._status = Status(context, num_blocks)
         self._pins = PinDesk(context, num_blocks)
@@ -93,6 +97,7 @@ class KvActor(Actor):
         if self._remote is not None and self._remote.known:
             base["elsewhere"] = self._remote.known
             base["ways"] = self._remote.ways()
+            base["copies"] = self._remote.copies
         if self._disk is not None:
             base["disk_bytes_per_s"] = self._disk.bytes_per_s
         if self._pool is None:
@@ -142,7 +147,10 @@ class KvActor(Actor):
             case m.KvLookup():
                 self._lookup(message)
             case m.KvPrefetch():
-                if self._disk is not None:
+                if message.far:
+                    if self._remote is not None:
+                        self._remote.copy(message)
+                elif self._disk is not None:
                     self._disk.prefetch(message)
             case m.KvRelease():
                 if self._disk is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from actors.kv_copies import PART_S, Copies, Wanted
 from actors.kv_index import KvIndex
 from actors.remote_cost import Way, worth
 from kvstore.tiers import Found, HostTier
@@ -56,6 +57,8 @@ class _Fetch:
     message: m.TransferJob | m.TransferAbort | None = None  # repeated until the transfer actor is done
     next_send: float = 0.0
     expected: list[int] = field(default_factory=list)  # checksums of what is fetched
+    wanted: Wanted | None = None  # it is a part of a copy ahead of demand
+    nbytes: int = 0  # of that part
 
     @property
     def first(self) -> bytes:
@@ -68,10 +71,14 @@ class RemoteSide:
     Args:
         context: of the `kv` actor.
         answer: sends the answer to a lookup.
+        copies_per_minute: most bytes that are copied ahead of demand.
     """
 
-    def __init__(self, context: Context, *, answer: Callable[[m.KvLookup, Found], None]) -> None:
+    def __init__(
+        self, context: Context, *, answer: Callable[[m.KvLookup, Found], None], copies_per_minute: int = 0
+    ) -> None:
         self._context, self._answer = context, answer
+        self._copies = Copies(copies_per_minute)
         self.index = KvIndex(context, others=True)
         self._host: HostTier | None = None
         self._fetches: dict[str, _Fetch] = {}
@@ -116,6 +123,9 @@ class RemoteSide:
             return False
         now = self._context.clock.now()
         fetch = self._loading.get(hashes[0])
+        if fetch is not None and not self._worth_joining(fetch, msg, now):
+            self._counts["dearer"] += 1
+            return False
         if fetch is not None:
             self._counts["joined"] += 1
         else:
@@ -127,8 +137,45 @@ class RemoteSide:
         self._context.send(msg.reply, m.KvLoading(ticket=msg.ticket, wait_s=LOAD_LIMIT_S))
         return True
 
-    def _start(self, msg: m.KvLookup, held: int, host: HostTier, now: float) -> _Fetch | None:
-        best = self._best(msg, held, host.pool.block_nbytes, now)
+    def _worth_joining(self, fetch: _Fetch, msg: m.KvLookup, now: float) -> bool:
+        """Whether a copy ahead of demand is here before the asker has computed it; fetches were worth it at once."""
+        if fetch.wanted is None or msg.block_s <= 0:
+            return True
+        left_s = fetch.began + self._ways.get(fetch.host, Way()).seconds(fetch.nbytes) - now
+        return left_s < (len(fetch.hashes) - fetch.held) * msg.block_s
+
+    def copy(self, msg: m.KvPrefetch) -> None:
+        """Fetch a hot prefix when nothing else is fetched; nobody waits for it."""
+        if self._host is not None:
+            self._copies.add(msg, self._context.ref, self._context.clock.now())
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything is copied ahead of demand here."""
+        return self._copies.per_minute > 0
+
+    def _copy_on(self, host: HostTier, now: float) -> None:
+        """Begin the next part of a copy."""
+        while (wanted := self._copies.first(now)) is not None:
+            msg, size = wanted.lookup, host.pool.block_nbytes
+            held = next((at for at, digest in enumerate(msg.hashes) if digest not in host), len(msg.hashes))
+            count = self._copies.part(wanted, held, size, now)
+            if count == 0:
+                continue
+            stop = held + count
+            part = msg.model_copy(update={"hashes": msg.hashes[:stop], "parents": msg.parents[:stop]})
+            fetch = self._start(part, held, host, now, PART_S) if msg.hashes[held] not in self._loading else None
+            if fetch is None:
+                self._copies.drop(wanted)
+                continue
+            fetch.wanted, fetch.nbytes = wanted, (len(fetch.hashes) - held) * size
+            self._copies.begin(wanted, fetch.nbytes, now)
+            return
+
+    def _start(
+        self, msg: m.KvLookup, held: int, host: HostTier, now: float, part_s: float = 0.0
+    ) -> _Fetch | None:
+        best = self._best(msg, held, host.pool.block_nbytes, now, part_s)
         if best is None or len(self._fetches) >= MAX_FETCHES:
             return None
         store, name, count = best
@@ -142,7 +189,9 @@ class RemoteSide:
         self._context.send(store, m.KvLookup(ticket=ticket, hashes=hashes[held:], parents=parents[held:], reply=ref))
         return fetch
 
-    def _best(self, msg: m.KvLookup, held: int, block_nbytes: int, now: float) -> tuple[Ref, str, int] | None:
+    def _best(
+        self, msg: m.KvLookup, held: int, block_nbytes: int, now: float, part_s: float
+    ) -> tuple[Ref, str, int] | None:
         """The store that is worth most, and how many blocks to ask it for."""
         best, seconds = None, 0.0
         membership, serving = self._context.membership, self._serving()
@@ -154,7 +203,7 @@ class RemoteSide:
                 continue
             known = self.index.prefix(store, msg.hashes[held:])
             way = self._ways.get(member.host, Way())
-            count = worth(known, block_nbytes, way, msg.block_s, LOAD_LIMIT_S / 2)
+            count = worth(known, block_nbytes, way, msg.block_s, way.setup_s + part_s if part_s else LOAD_LIMIT_S / 2)
             self._counts["dearer"] += known > 0 and count == 0
             took = way.seconds(count * block_nbytes) - count * (msg.block_s or 1.0)
             if count and (best is None or took < seconds):
@@ -214,6 +263,8 @@ class RemoteSide:
             count = self._host.commit(fetch.ticket, True, msg.checksums)
             self._counts["fetched"] += count
             self._counts["bytes"] += msg.nbytes
+            if fetch.wanted is not None:
+                self._copies.came(count, msg.nbytes)
             way, total = self._ways.get(fetch.host, Way()), self._context.clock.now() - fetch.began
             self._ways[fetch.host] = way.learned(msg.nbytes, total, msg.elapsed_s)
             self._paused.pop(fetch.host, None)
@@ -241,6 +292,8 @@ class RemoteSide:
         del self._fetches[fetch.ticket]
         self._loading.pop(fetch.first, None)
         self._context.send(fetch.store, m.KvRelease(ticket=fetch.ticket))
+        if fetch.wanted is not None:
+            self._copies.end(fetch.wanted, fetch.nbytes, failed=failed)
         if failed:
             self._counts["failures"] += 1
             _, pause = self._paused.get(fetch.host, (0.0, PAUSE_S))
@@ -284,6 +337,8 @@ class RemoteSide:
             if now >= fetch.next_send and fetch.transfer is not None:
                 fetch.next_send = now + RESEND_S
                 self._context.send(fetch.transfer, fetch.message)
+        if self._host is not None and not self._fetches:
+            self._copy_on(self._host, now)
 
     def member_down(self, ref: Ref, reason: str) -> None:
         """A store that is gone answers nothing; a transfer actor's confirmed exit ends its writes."""
@@ -308,6 +363,7 @@ class RemoteSide:
     def statistics(self) -> dict[str, float]:
         """Return gauges and counters by name."""
         own: dict[str, float] = {f"{name}_total": count for name, count in self._counts.items()}
+        own |= self._copies.statistics()
         own |= {"waiting": len(self._waiting), "fetching": len(self._fetches), "known": self.known}
         rate = max((way.bytes_per_s for way in self._ways.values()), default=0.0)
         own |= {"bytes_per_s": rate} | {f"index_{name}": value for name, value in self.index.statistics().items()}

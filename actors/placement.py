@@ -112,9 +112,7 @@ def place(
         kept = ([c for c in kind if c.ref not in avoid] for kind in (engines.prefill, engines.decode, engines.both))
         engines = Engines(*kept)
         everyone = [c for c in everyone if c.ref not in avoid]
-    disk = disk_s_per_token or {}
-    costs = _alike({c.ref: _costs(c, disk.get(c.ref, 0.0)) for c in everyone})
-    views = {c.ref: _view(c, in_flight, now, costs[c.ref], (stored or {}).get(c.ref, Stored()), tie) for c in everyone}
+    views = views_of(everyone, in_flight, now, stored or {}, disk_s_per_token or {}, tie=tie)
     finder = _Finder(views, max(1, prompt_tokens))
     prefill, decode, both = (finder.best(kind) for kind in (engines.prefill, engines.decode, engines.both))
     if prefill is None or decode is None:
@@ -127,6 +125,20 @@ def place(
         if mine <= theirs or _idle(there, in_flight, now):
             pair = decode
     return both if both is not None and _estimate(views, both) < _estimate(views, pair) else pair
+
+
+def views_of(
+    engines: Sequence[Candidate],
+    in_flight: Mapping[Ref, int],
+    now: float,
+    stored: Mapping[Ref, Stored],
+    disk_s_per_token: Mapping[Ref, float],
+    *,
+    tie: str = "",
+) -> dict[Ref, View]:
+    """Return what is known of each engine for one prompt; the arguments are those of `place`."""
+    costs = _alike({c.ref: _costs(c, disk_s_per_token.get(c.ref, 0.0)) for c in engines})
+    return {c.ref: _view(c, in_flight, now, costs[c.ref], stored.get(c.ref, Stored()), tie) for c in engines}
 
 
 def least_loaded(candidates: Sequence[Candidate], in_flight: Mapping[Ref, int], now: float) -> Ref | None:

@@ -7,6 +7,7 @@ microseconds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from runtime.actor import Context
 from schemas import messages as m
 from schemas.record import Record
 from schemas.subjects import Ref
+from schemas.tenants import owner_of
 
 FIRST_BLOCKS = 2  # engines ask no store for less
 MOST_BLOCKS = 1024  # that are hashed of a prompt: a millisecond; what follows counts as not stored
@@ -28,6 +30,7 @@ BLOCKS_PER_TIER = 200_000  # hints of each store and pool; about 40 MB
 MAX_TIERS = 256
 FETCH_S = 0.5  # of what takes a store longer to fetch it fetches less
 PREFETCH_BLOCKS = 512  # named in one message
+MAX_ASKED = 64  # prompts that wait to be counted; the oldest is not counted
 
 
 class Located(Protocol):
@@ -42,9 +45,18 @@ class Located(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class Chain:
+    """A prompt's block hashes, at least as far as anybody has them, under what the engines of `key` begin them with."""
+
+    key: tuple[Any, ...]
     root: bytes
     hashes: list[bytes]
+    known: int  # how many of them somebody has
+    owner: bytes  # whose prompt it is
+
+    def cut(self, blocks: int) -> Chain:
+        """Return its first blocks."""
+        return Chain(self.key, self.root, self.hashes[:blocks], min(self.known, blocks), self.owner)
 
 
 class Whereabouts:
@@ -54,6 +66,7 @@ class Whereabouts:
         """Follow nobody until `start`."""
         self._context = context
         self.index = KvIndex(context, capacity=BLOCKS_PER_TIER, max_tiers=MAX_TIERS, everywhere=True)
+        self.asked: deque[Chain] = deque(maxlen=MAX_ASKED)  # of late, where there are several stores
 
     def find(self, record: Record, engines: Sequence[Located]) -> dict[Ref, Stored]:
         """Return for each engine what it need not compute of a request's prompt; engines that have nothing are absent.
@@ -62,25 +75,36 @@ class Whereabouts:
         """
         if len(record.prompt_ids) != 1 or len(record.prompt_ids[0]) <= FIRST_BLOCKS * BLOCK_TOKENS:
             return {}
-        chains: dict[tuple[Any, ...], _Chain | None] = {}
+        chains: dict[tuple[Any, ...], Chain | None] = {}
         begun: dict[tuple[Any, ...], dict[str, int]] = {}  # what each host's store has of a chain
-        stores = self._stores()
+        stores = self.stores()
         found = {}
         for engine in engines:
             key = tuple(engine.load.get("root", ()))
             if key not in chains:
                 chain = chains[key] = self._chain(key, record)
                 if chain is not None and len(stores) > 1:
-                    kinds = ["host", "disk"]
-                    begun[key] = {h: self.index.stored([ref], kinds, chain.hashes) for h, ref in stores.items()}
+                    begun[key] = self._begun(stores, chain)
+                    self.asked.append(chain)
             chain = chains[key]
             if chain is not None:
-                stored = self._at(engine, stores.get(engine.host), chain)
-                if key in begun:
-                    stored = self._farther(engine, stores, begun[key], stored)
+                stored = self._of(engine, stores, begun.get(key), chain)
                 if stored.total or stored.far:
                     found[engine.ref] = stored
         return found
+
+    def of_chain(self, chain: Chain, engines: Sequence[Located]) -> dict[Ref, Stored]:
+        """Return what each engine that begins its hashes like this chain need not compute of it."""
+        stores = self.stores()
+        begun = self._begun(stores, chain)
+        return {e.ref: self._of(e, stores, begun, chain) for e in engines if tuple(e.load.get("root", ())) == chain.key}
+
+    def _begun(self, stores: Mapping[str, Ref], chain: Chain) -> dict[str, int]:
+        return {host: self.index.stored([ref], ["host", "disk"], chain.hashes) for host, ref in stores.items()}
+
+    def _of(self, engine: Located, stores: Mapping[str, Ref], begun: Mapping[str, int] | None, chain: Chain) -> Stored:
+        stored = self._at(engine, stores.get(engine.host), chain)
+        return stored if begun is None else self._farther(engine, stores, begun, stored)
 
     def disk_speeds(self, engines: Sequence[Located], stored: Mapping[Ref, Stored]) -> dict[Ref, float]:
         """Return the seconds that a token takes from the disk of each engine's host, if some of the prompt is there."""
@@ -88,7 +112,7 @@ class Whereabouts:
         for engine in engines:
             what = stored.get(engine.ref)
             if what is not None and what.total > what.memory:
-                store = self._stores().get(engine.host)
+                store = self.stores().get(engine.host)
                 member = self._context.membership.get(store) if store is not None else None
                 speed = float(member.load.get("disk_bytes_per_s", 0.0)) if member is not None else 0.0
                 nbytes = float(engine.load.get("block_nbytes", 0)) / BLOCK_TOKENS
@@ -100,7 +124,7 @@ class Whereabouts:
         engine = self._context.membership.get(ref)
         if stored is None or engine is None or stored.total <= stored.memory:
             return None
-        store = self._stores().get(engine.host)
+        store = self.stores().get(engine.host)
         chain = self._chain(tuple(engine.load.get("root", ())), record)
         if store is None or chain is None:
             return None
@@ -109,7 +133,7 @@ class Whereabouts:
         parents = [chain.root, *chain.hashes]
         return store, m.KvPrefetch(hashes=chain.hashes[first:last], parents=parents[first:last])
 
-    def _chain(self, key: tuple[Any, ...], record: Record) -> _Chain | None:
+    def _chain(self, key: tuple[Any, ...], record: Record) -> Chain | None:
         """Return the hashes of a prompt, at least as far as anybody has them; None if nobody has the first."""
         ids = record.prompt_ids[0]
         most = min(MOST_BLOCKS, (len(ids) - 1) // BLOCK_TOKENS)  # the last token is always computed
@@ -124,10 +148,10 @@ class Whereabouts:
             hashes += chain_hashes(ids[start : count * BLOCK_TOKENS], root=root, start=begun)
             known = self.index.known(hashes)
             if known < len(hashes) or count >= most:
-                return _Chain(root, hashes) if known else None
+                return Chain(key, root, hashes, known, owner_of(record.tenant)) if known else None
             count = min(2 * count, most)
 
-    def _at(self, engine: Located, store: Ref | None, chain: _Chain) -> Stored:
+    def _at(self, engine: Located, store: Ref | None, chain: Chain) -> Stored:
         """What an engine has itself, and what the store of its host goes on with, first in memory, then on disk too."""
         resident = self.index.stored([engine.ref], [DEVICE], chain.hashes)
         memory = total = resident
@@ -163,7 +187,7 @@ class Whereabouts:
                 best, least = replace(stored, far=far, far_s=takes), saved
         return best
 
-    def _stores(self) -> dict[str, Ref]:
+    def stores(self) -> dict[str, Ref]:
         """Return the store that the engines of each host ask."""
         out: dict[str, Ref] = {}
         for member in self._context.membership.members("kv"):

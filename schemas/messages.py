@@ -437,10 +437,15 @@ class KvLoading(Message):
 
 
 class KvPrefetch(Message):
-    """A hint: somebody is about to look these blocks up; what lies on the disk may be read already. Not answered."""
+    """A hint: somebody is about to look these blocks up; what lies on the disk may be read already. Not answered.
+
+    With `far` they are asked for often: what another host has of them may be copied here when nothing else is fetched.
+    """
 
     hashes: list[bytes]
     parents: list[bytes]
+    far: bool = False
+    owner: bytes = b""  # digest of the tenant whose the copies will be
 
 
 class KvRelease(Message):

@@ -106,6 +106,9 @@ class Settings(BaseSettings):
     )
     kv_transport: Literal["tcp", "nixl"] = Field("tcp", description="how KV comes from other hosts: tcp | nixl (extra)")
     kv_advertise: str = Field("", description="host by which others reach kv_listen, where it is another one")
+    kv_copy_bytes_per_minute: int = Field(
+        1_073_741_824, ge=0, description="most bytes of hot prefixes copied from other hosts ahead of demand; 0: none"
+    )
     kv_tenant_bytes: int = Field(0, ge=0, description="most bytes of one tenant in the host tier; 0: no limit")
     kv_tenant_disk_bytes: int = Field(0, ge=0, description="most bytes of one tenant on the disk tier; 0: no limit")
     kv_tenants: dict[str, dict[Literal["host", "disk"], Annotated[int, Field(ge=0)]]] = Field(

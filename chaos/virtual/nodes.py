@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MODEL = "bytes"
 TOKEN_BUDGET = 128
 NUM_BLOCKS = 256
+COPIES_PER_MINUTE = 1 << 30  # bytes
 PREFIX = "headrace-test-"
 LIGHT = ("admission", "tokenize", "detokenize")
 LAYOUT = {"admission": 2, "tokenize": 2, "detokenize": 2, "kv": 1, "transfer": 1, "prefill": 1, "decode": 2}
@@ -71,7 +72,7 @@ class Nodes:
             case "kv":
                 return KvActor(
                     context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=self.disk,
-                    remote=bool(self.hosts), quotas=self.quotas,
+                    remote=bool(self.hosts), copies_per_minute=COPIES_PER_MINUTE, quotas=self.quotas,
                 )  # fmt: skip
             case _:
                 return SteppedEngineActor(

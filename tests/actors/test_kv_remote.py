@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from virtual_fleet import Fleet, Stream, answer, fleet
 
 import actors.kv_remote as kv_remote
 from actors.kv_remote import FETCH_LIMIT_S, LOAD_LIMIT_S, PAUSE_S
+from actors.remote_cost import Way
 from actors.transfer_peers import Peers
+from chaos.virtual import nodes
 from kvstore.block import BLOCK_TOKENS
 from kvstore.errors import PeerFailed
 from runtime.virtual_clock import VirtualClock, run_virtual
@@ -497,3 +500,84 @@ def test_whoever_dies_in_a_hand_over_between_hosts_the_text_is_right(
             await f.system.until(lambda: stat(f, "transfer-0", "serve_grants") == 0, limit_s=12.0)
 
         simulate(scenario, made(tmp_path / str(after)), hosts=APART, prefill=1)
+
+
+HOT = (PROMPT * 4)[: 48 * BLOCK_TOKENS]
+
+
+async def hot_spell(f: Fleet, count: int, pause_s: float, max_tokens: int) -> list[float]:
+    """Ask for one prefix again and again; returns the times to first tokens."""
+    clock = f.system.clock
+
+    async def one(number: int) -> float:
+        prompt, began = f"{HOT}{number}", clock.now()
+        stream = await f.ask(prompt, max_tokens=max_tokens)
+        await f.items(stream, 1)
+        took = clock.now() - began
+        await f.end(stream)
+        assert stream.error is None and stream.text == answer(prompt, max_tokens)
+        return took
+
+    asked = []
+    for number in range(count):
+        asked.append(asyncio.create_task(one(number)))
+        await clock.sleep(pause_s)
+    return list(await asyncio.gather(*asked))
+
+
+def know_the_link(f: Fleet, seconds: float) -> None:
+    """Let stores know what a fetch takes."""
+    for kv in alive(f, "kv"):
+        kv._remote._ways |= dict.fromkeys(("host-a", "host-b"), Way(seconds, 100e6))
+
+
+@pytest.mark.slow
+def test_a_hot_prefix_is_copied_ahead_of_demand_and_its_first_tokens_come_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two hosts of which one has it and is busy; with a cap of nothing the same run waits for fetches on demand."""
+
+    def run(per_minute: int) -> tuple[list[float], float]:
+        monkeypatch.setattr(nodes, "COPIES_PER_MINUTE", per_minute)
+
+        async def scenario(f: Fleet) -> tuple[list[float], float]:
+            await ask(f, HOT)
+            await f.system.until(lambda: settled(f), limit_s=10.0)
+            await f.system.clock.sleep(0.5)
+            know_the_link(f, 0.15)
+            await hot_spell(f, 10, 1.0, 4)  # it is hot, and its holder idle
+            took = await hot_spell(f, 12, 0.2, 60)
+            await at_rest(f)
+            copied = sum(stat(f, kv, "remote_copied_total") for kv in ("kv-0", "kv-1"))
+            refused = sum(stat(f, kv, "remote_copies_refused_total") for kv in ("kv-0", "kv-1"))
+            assert refused == 0
+            return took, copied
+
+        found: tuple[list[float], float] = simulate(scenario, tmp_path, whole_below=10_000)
+        return found
+
+    slow(monkeypatch, lambda: 0.15)
+    (on_demand, none), (ahead, copied) = run(0), run(1 << 30)
+
+    assert none == 0 and copied == 48
+    assert sum(ahead) < sum(on_demand) and max(ahead) < max(on_demand)
+
+
+@pytest.mark.slow
+def test_a_hot_prefix_stays_where_it_is_while_its_holder_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is asked for: no prompt would go elsewhere for a copy."""
+    slow(monkeypatch, lambda: 0.15)
+
+    async def scenario(f: Fleet) -> None:
+        await ask(f, HOT)
+        await f.system.until(lambda: settled(f), limit_s=10.0)
+        await f.system.clock.sleep(0.5)
+        know_the_link(f, 0.15)
+        await hot_spell(f, 20, 1.0, 4)
+        assert all(stat(f, kv, "remote_fetches_total") == 0 for kv in ("kv-0", "kv-1"))
+        counted = [a._replication.statistics()["hot_prefixes_counted"] for a in alive(f, "admission")]
+        assert min(counted) > 0
+
+    simulate(scenario, tmp_path, whole_below=10_000)
