@@ -320,6 +320,8 @@ class AdmissionActor(Actor):
                 self._pinning.on_chain(message)
             case m.KvPinned():
                 self._pinning.on_pinned(message)
+            case m.KvUnpinned():
+                pass  # where an id had another prefix, or none
             case m.Opened():
                 self._perform(table.on_opened(message, sender, now))
             case m.FencedIds():

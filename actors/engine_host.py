@@ -622,7 +622,9 @@ class EngineActor(Actor):
 
     def neighbour(self, kind: str, host: str = "") -> Ref | None:
         """An actor of a kind on this host, or on the one that is named, if one is ready."""
-        for member in self.context.membership.members(kind):
-            if member.host == (host or self.context.host) and not member.silent:
-                return member.ref
-        return None
+        return next(iter(self.neighbours(kind, host)), None)
+
+    def neighbours(self, kind: str, host: str = "") -> list[Ref]:
+        """All actors of a kind that are ready on this host, or on the one that is named."""
+        where = host or self.context.host
+        return [one.ref for one in self.context.membership.members(kind) if one.host == where and not one.silent]

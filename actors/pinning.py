@@ -1,4 +1,4 @@
-"""From a prompt to pinned blocks: encode it, ask an engine for the hashes of its blocks, tell every store to keep them.
+"""From a prompt to pinned blocks: encode it, ask an engine for the hashes of its blocks, tell the stores to keep them.
 
 Each step is one message and one answer. What does not come within the limit ends the whole with an error; a store that
 had taken the pin already forgets it when its time is over.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstore.homes import pinned_at
 from kvstore.pins import MAX_TTL_S
 from runtime.actor import Context
+from runtime.membership import Member
 from schemas import messages as m
 from schemas.errors import BadRequest, HeadraceError, Overloaded, Unavailable, from_info
 from schemas.openai import parse_request
@@ -32,6 +34,7 @@ class _Asked:
     num_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)  # tickets of stores that have not answered
+    others: list[Ref] = field(default_factory=list)  # stores that may hold another prefix under this id
     answers: list[m.KvPinned] = field(default_factory=list)
 
 
@@ -110,18 +113,24 @@ class Pinning:
         return True
 
     def on_chain(self, msg: m.Chain) -> None:
-        """The hashes of a prompt's blocks are known: every store shall keep them."""
+        """The hashes of a prompt's blocks are known: on every host the store that is their home shall keep them."""
         asked = self._open.get(msg.ticket)
         if asked is None or asked.hashes:
             return
         if not msg.hashes:
             self._end(msg.ticket, BadRequest("the prompt is shorter than a block", param="prompt"))
             return
-        stores = self._live("kv")
+        hosts: dict[str, list[Ref]] = {}
+        for member in self._members("kv"):
+            hosts.setdefault(member.host, []).append(member.ref)
+        # A store bounds what is pinned in it, stored or not: only those are told that will have the blocks.
+        stores = [ref for refs in hosts.values() for ref in pinned_at(refs, msg.hashes)]
         if not stores:
             self._end(msg.ticket, Unavailable("no store is there", code="not_ready", retry_after_s=1.0))
             return
         asked.hashes = msg.hashes
+        if asked.msg.pin:
+            asked.others = [ref for refs in hosts.values() for ref in refs if ref not in stores]
         for number, store in enumerate(stores):
             ticket = f"{msg.ticket}/{number}"
             asked.waiting.add(ticket)
@@ -153,6 +162,8 @@ class Pinning:
             self._end(name, Unavailable("no store has answered") if bad is None else from_info(bad))
             return
         del self._open[name]
+        for other in asked.others:  # as a store does itself: what is pinned under a known id takes the old one's place
+            self._context.send(other, m.KvUnpin(ticket=name, pin=asked.pin, reply=self._context.ref))
         answer = m.PromptPinned(
             ticket=asked.msg.ticket,
             pin=asked.pin,
@@ -174,5 +185,7 @@ class Pinning:
         self._context.send(asked.msg.reply, m.PromptPinned(ticket=asked.msg.ticket, error=error.info()))
 
     def _live(self, kind: str) -> list[Ref]:
-        members = self._context.membership.members(kind)
-        return [member.ref for member in members if not member.silent]
+        return [member.ref for member in self._members(kind)]
+
+    def _members(self, kind: str) -> list[Member]:
+        return [member for member in self._context.membership.members(kind) if not member.silent]

@@ -39,7 +39,7 @@ class Candidate(Protocol):
 class Stored:
     """A prompt's first tokens that an engine need not compute: in its own pool, up to there in host memory, in all.
 
-    Its store would fetch what follows, up to `far`, from another host in `far_s`.
+    The store that it asks would fetch what follows, up to `far`, from another host in `far_s`.
     """
 
     resident: int = 0
@@ -47,6 +47,7 @@ class Stored:
     total: int = 0
     far: int = 0
     far_s: float = 0.0
+    store: Ref | None = field(default=None, compare=False)  # which of its host's stores has it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
 """Stored prefixes: before a prompt is computed its longest stored prefix is fetched; afterwards its blocks are stored.
 
 The device tier is the engine's own pool; the host tier is the `kv` actor's, which is not asked for what the index of
-its blocks (`actors.kv_index`) does not know. Any failure, and any answer that takes too long, is a miss: the prompt is
-computed. Nothing of this ever delays a step.
+its blocks (`actors.kv_index`) does not know. A host may have several of these: a prompt is stored in its home among
+them (`kvstore.homes`) and read from whichever has most of it. Any failure, and any answer that takes too long, is a
+miss: the prompt is computed. Nothing of this ever delays a step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from actors.kv_index import KvIndex
 from actors.load_choice import Offer, tokens_to_load
@@ -18,6 +20,7 @@ from actors.work import Work, salt_of
 from engine.core import Candidate, EngineCore
 from engine.sequence import Key, Sequence
 from kvstore.block import BLOCK_TOKENS, sequence_hashes
+from kvstore.homes import fullest, home_key, ranked
 from schemas import messages as m
 from schemas.record import Fence
 from schemas.subjects import Ref
@@ -35,6 +38,7 @@ WRITE_BATCH = 64
 WRITE_ANSWER_S = 1.0
 JOB_RESEND_S = 1.0
 NOBODY = Fence(0, "", 0)
+NO_STORE = Ref("kv", "none", "0")  # never heard of
 
 
 @dataclass(slots=True)
@@ -61,6 +65,22 @@ class _Load:
         return self.sequences[0].num_tokens
 
 
+class _Missing(NamedTuple):
+    """What of a prompt the engine's pool lacks, and what decides the prompt's home."""
+
+    hashes: list[bytes]
+    parents: list[bytes]
+    key: bytes
+
+
+class _Part(NamedTuple):
+    """Blocks to be stored in one store."""
+
+    kv: Ref
+    candidates: list[Candidate]
+    refs: list[m.BlockRef]
+
+
 @dataclass(slots=True)
 class _Write:
     candidates: list[Candidate]
@@ -79,7 +99,9 @@ class PrefixStore:
         self._loads: dict[str, _Load] = {}
         self._write: tuple[str, _Write] | None = None
         self._collecting = self._computed = False
-        self._introduced: Ref | None = None
+        self._parts: deque[_Part] = deque()  # of the last batch, not offered yet; never more than `WRITE_BATCH` blocks
+        self._introduced: set[Ref] = set()
+        self._several = False  # whether this host ever had more than one store
         self._number = 0
         telemetry = engine.context.telemetry
         self._loaded = telemetry.counter("kv_blocks_loaded_total", "Blocks loaded from the host tier")
@@ -100,32 +122,33 @@ class PrefixStore:
 
     def begin(self, work: Work, sequences: list[Sequence]) -> None:
         """Give a request's sequences to the engine, after its prompt's stored prefix where that is worth it."""
-        kv, pool = self._engine.neighbour("kv"), self._engine.pool
+        stores, pool = self._engine.neighbours("kv"), self._engine.pool
         short = not sequences or sequences[0].num_tokens <= MIN_BLOCKS * BLOCK_TOKENS
-        if kv is None or pool is None or short or len(work.record.prompt_ids) != 1:
+        if not stores or pool is None or short or len(work.record.prompt_ids) != 1:
             self._add(work, sequences)
             return
         tokens, root = sequences[0].tokens, self._engine.root(salt_of(work.record))
         prompt_len = len(sequences[0].prompt_ids)
 
-        def missing() -> tuple[list[bytes], list[bytes]]:
+        def missing() -> _Missing:
             hashes = sequence_hashes(tokens[: len(tokens) - 1], prompt_len, root=root, warm=work.record.warm)
             have = pool.peek(hashes)[0]
-            return hashes[have:], [root, *hashes][have : len(hashes)]
+            return _Missing(hashes[have:], [root, *hashes][have : len(hashes)], home_key(hashes, prompt_len))
 
         if len(tokens) <= HASHED_HERE:
             # The engine's thread may change the pool meanwhile: what it has is a hint, as it is once the answer comes.
-            self._ask(work, sequences, kv, missing())
+            self._ask(work, sequences, stores, missing())
         else:
-            self._engine.call(lambda _: missing(), lambda got, error: self._ask(work, sequences, kv, got))
+            self._engine.call(lambda _: missing(), lambda got, error: self._ask(work, sequences, stores, got))
 
-    def _ask(self, work: Work, sequences: list[Sequence], kv: Ref, got: tuple[list[bytes], list[bytes]] | None) -> None:
+    def _ask(self, work: Work, sequences: list[Sequence], stores: list[Ref], got: _Missing | None) -> None:
         if self._engine.works.get(work.request_id) is not work:
             return
-        if got is None or len(got[0]) < MIN_BLOCKS:
+        if got is None or len(got.hashes) < MIN_BLOCKS:
             self._add(work, sequences)
             return
-        hashes, parents = got
+        hashes, parents, key = got
+        kv = stores[0] if len(stores) == 1 else fullest(ranked(stores, key), lambda s: self._has(s, hashes), MIN_BLOCKS)
         now = self._engine.clock.now()
         load = _Load(work, sequences, hashes, now + LOOKUP_LIMIT_S, kv, began=now)
         load.resident = (load.tokens - 1) // BLOCK_TOKENS - len(hashes)
@@ -143,6 +166,10 @@ class PrefixStore:
             owner=owner_of(work.record.tenant),
         )
         self._engine.context.send(kv, lookup)
+
+    def _has(self, kv: Ref, hashes: list[bytes]) -> int:
+        """How many of the first blocks a store is known to have."""
+        return self.index.prefix(kv, hashes) if self.index.complete(kv) else 0
 
     def _worth_asking(self, load: _Load) -> bool:
         """Whether to ask the store, as far as the index tells; nothing that its disk is too slow for is asked for."""
@@ -362,18 +389,26 @@ class PrefixStore:
 
     def _introduce(self) -> None:
         """Show a new store the layout of the blocks here, so that it is prepared before the first lookup."""
-        kv, pool = self._engine.neighbour("kv"), self._engine.pool
-        if kv is None or pool is None or kv == self._introduced:
+        stores, pool = set(self._engine.neighbours("kv")), self._engine.pool
+        if pool is None or stores == self._introduced:
             return
-        self._introduced = kv
-        ticket = f"{self._engine.ref.id}.{self._engine.ref.epoch}.hello"
-        hello = m.KvReserve(ticket=ticket, hashes=[], parents=[], pool=pool.handle(), reply=self._engine.ref)
-        self._engine.context.send(kv, hello)
+        for kv in stores - self._introduced:
+            ticket = f"{self._engine.ref.id}.{self._engine.ref.epoch}.hello"
+            hello = m.KvReserve(ticket=ticket, hashes=[], parents=[], pool=pool.handle(), reply=self._engine.ref)
+            self._engine.context.send(kv, hello)
+        self._introduced = stores
+        if len(stores) > 1 and not self._several:
+            self._several = True
+            self._engine.call(_offer_all)
 
     def write_back(self) -> None:
         """Store what was computed, one batch at a time."""
-        kv = self._engine.neighbour("kv")
-        if kv is None or self._write is not None or self._collecting:
+        if self._write is not None or self._collecting:
+            return
+        if self._parts:
+            self._offer_part()
+            return
+        if self._engine.neighbour("kv") is None:
             return
         self._collecting = True
 
@@ -381,16 +416,38 @@ class PrefixStore:
             candidates = core.stored_candidates(WRITE_BATCH)
             return candidates, core.pool.refs([c.block for c in candidates])
 
-        self._engine.call(collect, lambda got, _: self._offer(kv, got))
+        self._engine.call(collect, lambda got, _: self._offer(got))
 
-    def _offer(self, kv: Ref, got: tuple[list[Candidate], list[m.BlockRef]] | None) -> None:
+    def _offer(self, got: tuple[list[Candidate], list[m.BlockRef]] | None) -> None:
         self._collecting = False
+        if got is None or not got[0]:
+            return
+        parts: dict[Ref, _Part] = {}
+        homes: dict[bytes, Ref] = {}
+        stores = self._engine.neighbours("kv")
+        for candidate, ref in zip(*got, strict=True):
+            if candidate.key not in homes:
+                homes[candidate.key] = ranked(stores, candidate.key)[0] if stores else NO_STORE
+            part = parts.setdefault(homes[candidate.key], _Part(homes[candidate.key], [], []))
+            part.candidates.append(candidate)
+            part.refs.append(ref)
+        self._parts.extend(parts.values())
+        self._offer_part()
+
+    def _offer_part(self) -> None:
         engine = self._engine
-        if got is None or not got[0] or engine.pool is None:
+        kv, candidates, refs = self._parts.popleft()
+        # Where there are several stores all blocks of a prompt come, for its home may lack what another store has.
+        known = self._has(kv, [c.hash for c in candidates]) if self._several else 0
+        if not engine.context.membership.is_up(kv) or engine.pool is None:
+            known = len(candidates)
+        if known:
+            self._written([c.block for c in candidates[:known]])
+            candidates, refs = candidates[known:], refs[known:]
+        if not candidates or engine.pool is None:
             return
         self._number += 1
         ticket = f"{engine.ref.id}.{engine.ref.epoch}.store.{self._number}"
-        candidates, refs = got
         self._write = (ticket, _Write(candidates, refs, kv, engine.clock.now() + WRITE_ANSWER_S))
         reserve = m.KvReserve(
             ticket=ticket,
@@ -436,7 +493,10 @@ class PrefixStore:
             self._stored.inc(len(checksums))
             self.index.expect(write.kv, [c.hash for c in write.candidates])
         self._engine.context.send(write.kv, m.KvCommit(ticket=ticket, ok=ok, checksums=checksums))
-        blocks = [c.block for c in write.candidates]
+        self._written([c.block for c in write.candidates])
+
+    def _written(self, blocks: list[int]) -> None:
+        """These are stored, or never will be: the engine may have them back, and the next ones are offered."""
         self._engine.call(lambda core: core.written(blocks), lambda _, __: self.write_back())
 
     # --- time -----------------------------------------------------------------------------------
@@ -466,3 +526,7 @@ class PrefixStore:
         self.index.member_down(ref)
         if reason != "silent" and self._write is not None and self._write[1].transfer == ref:
             self._end_write(False, [])
+
+
+def _offer_all(core: EngineCore) -> None:
+    core.offer_all = True

@@ -88,25 +88,26 @@ class Replication:
         engines = [engine for engine in asked.engines if engine.ref in stored]
         views = views_of(engines, asked.in_flight, asked.at, stored, self._where.disk_speeds(engines, stored))
         tokens, stores = BLOCK_TOKENS * len(chain.hashes), self._where.stores()
-        soonest: dict[str, tuple[float, View, float]] = {}
+        soonest: dict[str, tuple[float, View, float, Ref | None]] = {}
         for engine in engines:
             if engine.host in stores:
                 view = views[engine.ref]
                 order = estimate(view, tokens + 1, UNKNOWN).ttft_s
                 if engine.host not in soonest or order < soonest[engine.host][0]:
                     took = self._copy_s(engine, stores, chain, stored[engine.ref])
-                    soonest[engine.host] = (order, view, took)
+                    soonest[engine.host] = (order, view, took, stored[engine.ref].store)
         places = [
             Place(host, view, math.inf if self._told_of(chain, host, now) else took)
-            for host, (_, view, took) in soonest.items()
+            for host, (_, view, took, _) in soonest.items()
         ]
         copy = worth_copying(tokens, places, asks, UNKNOWN)
-        if copy is not None:
-            self._tell(chain, copy, stores[copy.to], now)
+        to = soonest[copy.to][3] if copy is not None else None
+        if copy is not None and to is not None:
+            self._tell(chain, copy, to, now)
 
-    def _copy_s(self, engine: Engine, stores: Mapping[str, Ref], chain: Chain, stored: Stored) -> float:
-        """What it takes the store of an engine's host to get what it lacks from the host that has all of it."""
-        store = self._context.membership.get(stores[engine.host])
+    def _copy_s(self, engine: Engine, stores: Mapping[str, Sequence[Ref]], chain: Chain, stored: Stored) -> float:
+        """What it takes the store that an engine asks to get what it lacks from the host that has all of it."""
+        store = self._context.membership.get(stored.store) if stored.store is not None else None
         ways = store.load.get("ways") if store is not None and store.load.get("copies") else None
         nbytes = int(engine.load.get("block_nbytes", 0))
         if not isinstance(ways, dict) or nbytes <= 0:
@@ -116,7 +117,7 @@ class Replication:
             Way(*map(float, told)).seconds(missing * nbytes)
             for host, told in ways.items()
             if host in stores and host != engine.host
-            and self._where.index.stored([stores[host]], ["host", "disk"], chain.hashes) == len(chain.hashes)
+            and self._where.held(stores[host], chain) == len(chain.hashes)
         ]  # fmt: skip
         return min(took, default=math.inf)
 

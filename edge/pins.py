@@ -86,13 +86,14 @@ class PinRoutes:
         """List the pins of all stores."""
         self._check(request)
         context = self._context
+        stores = self._live("kv")
         answers = await self._ask(
-            {kv: KvStatusQuery(ticket=self._ticket(), reply=context.ref, top=0) for kv in self._live("kv")}, STORE_S
+            {kv: KvStatusQuery(ticket=self._ticket(), reply=context.ref, top=0) for kv in stores}, STORE_S
         )
         rows = [
-            {"id": p.pin, "object": "kv.pin", "host": a.host, "tenant": p.owner.hex(), "head": p.head.hex(),
-             "blocks": p.blocks, "stored": p.stored, "until": p.until}
-            for a in answers if isinstance(a, KvStatus) for p in a.pins
+            {"id": p.pin, "object": "kv.pin", "host": a.host, "store": kv.id, "tenant": p.owner.hex(),
+             "head": p.head.hex(), "blocks": p.blocks, "stored": p.stored, "until": p.until}
+            for kv, a in zip(stores, answers, strict=True) if isinstance(a, KvStatus) for p in a.pins
         ]  # fmt: skip
         return _json({"object": "list", "data": rows})
 

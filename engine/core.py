@@ -35,6 +35,7 @@ from engine.sequence import Key, Phase, Sequence
 from engine.speculation.drafter import Drafter, Wish
 from engine.speculation.speculator import MAX_DRAFT, Speculator
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
+from kvstore.homes import home_key
 from kvstore.pool import BlockPool
 from schemas.errors import BadRequest, Overloaded
 from schemas.messages import BlockRef
@@ -105,6 +106,7 @@ class EngineCore:
         self._parking = Parking(parking_tokens // BLOCK_TOKENS * pool.block_nbytes, pool.block_nbytes, now)
         self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
+        self.offer_all = False  # also blocks that came from a tier: it may be another than the one they belong in
         self._counts: dict[str, float] = dict.fromkeys(
             "steps tokens items preempted preempted_recompute preempted_parked parked_bytes failed crashes aborted "
             "prompt_tokens cached_tokens drafted accepted nan_rows".split(),
@@ -540,13 +542,13 @@ class EngineCore:
 
     def _offer(self, live: Live) -> None:
         """A prompt is complete: its blocks are worth storing, unless they came from a tier."""
-        seq = live.seq
-        for index in range(seq.num_cached // BLOCK_TOKENS, live.prompt_hashes):
+        for index in range(0 if self.offer_all else live.seq.num_cached // BLOCK_TOKENS, live.prompt_hashes):
             self._offer_block(live, index)
 
     def _offer_block(self, live: Live, index: int) -> None:
         seq = live.seq
-        self._candidates.append(Candidate(live.hashes[index], live.parent(index), seq.blocks[index], seq.tenant))
+        key = home_key(live.hashes, len(seq.prompt_ids))
+        self._candidates.append(Candidate(live.hashes[index], live.parent(index), seq.blocks[index], seq.tenant, key))
 
     def _hold(self, live: Live) -> HeldBlocks:
         self._roster.hold(live)

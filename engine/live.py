@@ -164,12 +164,13 @@ class Outcome(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A full prompt block that was computed here and may be stored."""
+    """A full prompt block that was computed here and may be stored; `key` decides in which store."""
 
     hash: bytes
     parent: bytes
     block: int
     tenant: str = "default"
+    key: bytes = b""
 
 
 class Progress(NamedTuple):

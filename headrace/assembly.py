@@ -188,9 +188,10 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
     from actors.kv_disk import DiskConfig
 
     settings = parts.settings
+    directory = Path(settings.kv_disk_dir).expanduser()
     disk = DiskConfig(
-        Path(settings.kv_disk_dir).expanduser(),
-        settings.kv_disk_bytes,
+        directory if settings.kv == 1 else directory / context.ref.id,  # the id outlives a restart
+        settings.kv_disk_bytes // settings.kv,
         sync=settings.kv_disk_sync,
         keep_all=settings.kv_disk_admission == "all",
         quotas=_quotas(settings.kv_tenant_disk_bytes, settings, "disk"),
@@ -211,8 +212,11 @@ def _quotas(default_nbytes: int, settings: Settings, tier: str) -> Quotas:
     from kvstore.owners import Quotas
     from schemas.tenants import owner_of
 
-    own = {owner_of(tenant): shares[tier] for tenant, shares in settings.kv_tenants.items() if tier in shares}
-    return Quotas(default_nbytes, own)
+    def part(nbytes: int) -> int:
+        return max(1, nbytes // settings.kv) if nbytes else 0  # 0 is no limit
+
+    own = {owner_of(tenant): part(shares[tier]) for tenant, shares in settings.kv_tenants.items() if tier in shares}
+    return Quotas(part(default_nbytes), own)
 
 
 def _engine(context: Context, *, role: str, parts: Parts) -> Actor:

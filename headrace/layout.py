@@ -33,12 +33,13 @@ def plan_nodes(settings: Settings) -> list[NodePlan]:
         for kind, count in (("prefill", settings.prefill), ("decode", settings.decode), ("both", settings.both))
         for i in range(count)
     ]
+    stores_alone = [NodePlan(f"kv-{i}", ("kv",)) for i in range(settings.kv)]
     if settings.isolate:
         light = [NodePlan(f"{kind}-{i}", (kind,)) for kind in LIGHT_KINDS for i in range(LIGHT_NODES)]
-        store = [NodePlan("kv-0", ("kv",)), NodePlan("transfer-0", ("transfer",))]
+        store = [*stores_alone, NodePlan("transfer-0", ("transfer",))]
     else:
         light = [NodePlan(f"light-{i}", LIGHT_KINDS) for i in range(LIGHT_NODES)]
-        store = [NodePlan("kv-0", ("kv", "transfer"))]
+        store = [NodePlan("kv-0", ("kv", "transfer")), *stores_alone[1:]]
     return [*store, *engines, *light, NodePlan("edge", ("edge",))]
 
 

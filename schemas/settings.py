@@ -54,6 +54,7 @@ class Settings(BaseSettings):
     prefill: Count = Field(0, description="engines in the prefill role")
     decode: Count = Field(2, description="engines in the decode role; without prefill they run prompts too")
     both: Count = Field(0, description="engines in both roles at once")
+    kv: int = Field(1, ge=1, le=64, description="stores of KV; host_tier_tokens, kv_disk_bytes and quotas are divided")
     host: str = Field(
         "", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="name of this machine on the bus; empty: its host name"
     )
@@ -88,15 +89,17 @@ class Settings(BaseSettings):
 
     # Engines
     pool_tokens: int = Field(8192, ge=16, description="tokens of KV per engine; rounded down to blocks of 16")
-    host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier; 0: none")
+    host_tier_tokens: int = Field(16_384, ge=0, description="tokens of KV in the host tier, all stores; 0: none")
     kv_load: Literal["auto", "always"] = Field(
         "auto", description="stored KV is loaded: auto (where computing it takes longer, if there is a model) | always"
     )
     kv_format: Literal["raw", "int8", "fp8"] = Field(
         "raw", description="raw: exact | int8, fp8: KV rounded to 8 bits, half the bytes in host memory and on disk"
     )
-    kv_disk_dir: str = Field("", description="directory of the store's disk tier, owned by one process; empty: none")
-    kv_disk_bytes: int = Field(8_589_934_592, ge=0, description="most bytes that the disk tier takes")
+    kv_disk_dir: str = Field(
+        "", description="directory of the disk tier, with a folder for each of several stores; empty: none"
+    )
+    kv_disk_bytes: int = Field(8_589_934_592, ge=0, description="most bytes that the disk tier takes, all stores")
     kv_disk_admission: Literal["second-touch", "all"] = Field(
         "second-touch", description="blocks worth a place on disk: second-touch (used twice) | all"
     )
@@ -236,8 +239,8 @@ class Settings(BaseSettings):
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host tier."""
-        return self.host_tier_tokens // 16
+        """Blocks of each store's host tier."""
+        return self.host_tier_tokens // 16 // self.kv
 
     @property
     def runtime_path(self) -> Path:

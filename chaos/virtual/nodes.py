@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class Nodes:
         self.system = system
         self.whole_below = whole_below  # 0: every request takes every hop
         self.disk: DiskConfig | None = None
+        self.disk_folders = False  # whether each store has a folder of its own there
         self.hosts: dict[str, str] = {}  # of nodes that are not on the first host
         self.quotas: Quotas | None = None
         self.directory = directory
@@ -70,8 +72,11 @@ class Nodes:
             case "transfer":
                 return TransferActor(context, peers=PeerConfig() if self.hosts else None)
             case "kv":
+                disk = self.disk
+                if disk is not None and self.disk_folders:
+                    disk = replace(disk, directory=disk.directory / context.ref.id)
                 return KvActor(
-                    context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=self.disk,
+                    context, directory=self.directory, prefix=PREFIX, num_blocks=64, disk=disk,
                     remote=bool(self.hosts), copies_per_minute=COPIES_PER_MINUTE, quotas=self.quotas,
                 )  # fmt: skip
             case _:

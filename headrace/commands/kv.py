@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from kvstore.disk.scrub import NoDiskTier, Report, scrub
+from kvstore.disk.scrub import NoDiskTier, Report, scrub, tiers_in
 from kvstore.errors import DiskBusy
 
 
@@ -17,7 +18,7 @@ def verify(directory: Path, *, drop: bool) -> int:
     0: all good; 1: something was bad (also if it is dropped now) or unreadable; 2: not a disk tier, or one in use.
     """
 
-    def show(folder: str, report: Report) -> None:
+    def show(where: Path, folder: str, report: Report) -> None:
         parts = [f"{report.segments} segments", f"{report.good} good records"]
         parts += [
             f"{count} {name}"
@@ -31,10 +32,12 @@ def verify(directory: Path, *, drop: bool) -> int:
             )
             if count
         ]
-        print(f"{folder}: {', '.join(parts)}")
+        print(f"{(where / folder).relative_to(directory)}: {', '.join(parts)}")
 
     try:
-        report = scrub(directory, drop=drop, progress=show)
+        report = Report()
+        for tier in tiers_in(directory):
+            report.add(scrub(tier, drop=drop, progress=partial(show, tier)))
     except (DiskBusy, NoDiskTier) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2

@@ -52,6 +52,29 @@ class Report:
             setattr(self, name, getattr(self, name) + count)
 
 
+def tiers_in(directory: Path, files: Files | None = None) -> list[Path]:
+    """Return the directories of disk tiers: this one, and those in it where several stores share it.
+
+    Raises:
+        NoDiskTier: if there is none.
+        OSError: if a directory cannot be read.
+    """
+    files = files if files is not None else Files()
+    inner = [directory / name for name in sorted(files.folders(directory))] if directory.is_dir() else []
+    found = [path for path in (directory, *inner) if _layouts(files, path) is not None]
+    if not found:
+        raise NoDiskTier(directory)
+    return found
+
+
+def _layouts(files: Files, directory: Path) -> list[str] | None:
+    """Return the folders of layouts in a disk tier's directory; None if it does not look like one."""
+    if not directory.is_dir():
+        return None
+    folders = [name for name in files.folders(directory) if _FOLDER.fullmatch(name)]
+    return folders if folders or (directory / LOCK).is_file() else None
+
+
 def scrub(
     directory: Path,
     *,
@@ -73,10 +96,8 @@ def scrub(
         OSError: if the directory cannot be read.
     """
     files = files if files is not None else Files()
-    if not directory.is_dir():
-        raise NoDiskTier(directory)
-    folders = [name for name in files.folders(directory) if _FOLDER.fullmatch(name)]
-    if not folders and not (directory / LOCK).is_file():
+    folders = _layouts(files, directory)
+    if folders is None:
         raise NoDiskTier(directory)
     total = Report()
     lock = Lock(directory, "headrace kv verify")

@@ -175,6 +175,7 @@ async def fleet(
         made = Fleet(system, directory, make_runner, whole_below)
         made.disk, made.quotas = disk, quotas
         made.hosts = hosts or {}
+        made.disk_folders = layout.get("kv", 1) > 1
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):
                 made.make(kind, number)

@@ -44,6 +44,16 @@ def test_counts_choose_the_engines() -> None:
     assert engines == ["both-0", "both-1", "both-2"]
 
 
+def test_further_stores_have_nodes_of_their_own_and_share_the_transfer_actor() -> None:
+    """They take equal parts of what the host gives; on their way out they are with the first."""
+    stores = [(name, kinds) for name, kinds in plans(kv=3) if "kv" in kinds]
+    assert stores == [("kv-0", ("kv", "transfer")), ("kv-1", ("kv",)), ("kv-2", ("kv",))]
+    assert [name for name, kinds in plans(kv=2, isolate=True) if "transfer" in kinds] == ["transfer-0"]
+
+    assert [p.name for p in drain_order(plan_nodes(settings_of(kv=2)))[-1]] == ["kv-0", "kv-1"]
+    assert settings_of(kv=4, host_tier_tokens=1024).num_host_blocks == 16
+
+
 def test_every_planned_kind_is_a_known_one() -> None:
     """The command line takes what the layout asks for."""
     assert {k for _, kinds in plans(prefill=1, both=1) for k in kinds} == set(KINDS)

@@ -101,6 +101,26 @@ def test_a_tier_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     tier.close()
 
 
+def test_the_tiers_of_several_stores_in_one_directory_are_all_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is named, the counts are of all of them, and damage in one is found."""
+    for name in ("kv-0", "kv-1"):
+        tier = make(tmp_path / name)
+        tier.write(blocks(1, 3), 0.0)
+        tier.close()
+    assert verify(tmp_path, drop=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("/")[0] for line in lines[:-1]] == ["kv-0", "kv-1"]
+    assert json.loads(lines[-1])["good"] == 6
+
+    (segment, *_) = sorted((tmp_path / "kv-1").glob("*/segment-*"))
+    data = bytearray(segment.read_bytes())
+    data[-1] ^= 1
+    segment.write_bytes(data)
+    assert verify(tmp_path, drop=False) == 1
+
+
 def test_any_other_directory_is_refused(tmp_path: Path) -> None:
     """And nothing is made in it."""
     for place in (tmp_path, tmp_path / "absent"):
