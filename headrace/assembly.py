@@ -203,7 +203,7 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
         num_blocks=settings.num_host_blocks,
         disk=disk if settings.kv_disk_dir else None,
         remote=settings.kv_listen != "off",
-        copies_per_minute=settings.kv_copy_bytes_per_minute,
+        copies_per_minute=settings.kv_copy_bytes_per_minute // settings.kv,
         quotas=_quotas(settings.kv_tenant_bytes, settings, "host"),
     )
 
