@@ -40,13 +40,14 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
     """Where blocks are kept and how many bytes of them, in all and per owner; whether to wait for the disk; whether to
-    keep all blocks."""
+    keep all blocks; whether to verify what is read."""
 
     directory: Path
     max_nbytes: int
     sync: bool = False
     keep_all: bool = False
     quotas: Quotas | None = None
+    verify: bool = True
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class DiskSide:
             max_nbytes=self._config.max_nbytes,
             sync=self._config.sync,
             quotas=self._config.quotas,
+            verify=self._config.verify,
         )
         self._made, self._writing = disk, True
         self._context.spawn(self._open(disk), name="open the disk tier")
@@ -161,6 +163,8 @@ class DiskSide:
     def unhealthy(self) -> str:
         """What is wrong with the disk, empty if nothing."""
         reason = self._disk.health.reason if self._disk is not None else ""
+        if not self._config.verify:
+            reason = "; ".join(filter(None, (reason, "what is read is NOT verified")))
         return f"disk tier: {reason}" if reason else ""
 
     # --- loading --------------------------------------------------------------------------------

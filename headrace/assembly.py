@@ -180,7 +180,7 @@ def _transfer(context: Context, *, parts: Parts) -> Actor:
             peers = PeerConfig("auto", bus_access.own_address(settings.bus_url), settings.kv_advertise, nixl=by_nixl)
         case bind:
             peers = PeerConfig("on", bind, settings.kv_advertise, nixl=by_nixl)
-    return TransferActor(context, peers=peers)
+    return TransferActor(context, peers=peers, verify=_verifies(context, settings))
 
 
 def _kv(context: Context, *, parts: Parts) -> Actor:
@@ -195,6 +195,7 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
         sync=settings.kv_disk_sync,
         keep_all=settings.kv_disk_admission == "all",
         quotas=_quotas(settings.kv_tenant_disk_bytes, settings, "disk"),
+        verify=_verifies(context, settings),
     )
     return KvActor(
         context,
@@ -206,6 +207,13 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
         copies_per_minute=settings.kv_copy_bytes_per_minute // settings.kv,
         quotas=_quotas(settings.kv_tenant_bytes, settings, "host"),
     )
+
+
+def _verifies(context: Context, settings: Settings) -> bool:
+    verifies = settings.kv_verify == "on"
+    if not verifies:
+        context.telemetry.log.error("STORED KV IS NOT VERIFIED: damaged blocks are served", kv_verify=settings.kv_verify)
+    return verifies
 
 
 def _quotas(default_nbytes: int, settings: Settings, tier: str) -> Quotas:

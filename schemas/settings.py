@@ -109,6 +109,9 @@ class Settings(BaseSettings):
     )
     kv_transport: Literal["tcp", "nixl"] = Field("tcp", description="how KV comes from other hosts: tcp | nixl (extra)")
     kv_advertise: str = Field("", description="host by which others reach kv_listen, where it is another one")
+    kv_verify: Literal["on", "off-and-serve-wrong-bytes"] = Field(
+        "on", description="checksums of stored KV: on | off-and-serve-wrong-bytes (for chaos tests, never with a model)"
+    )
     kv_copy_bytes_per_minute: int = Field(
         1_073_741_824, ge=0, description="most bytes of hot prefixes copied from other hosts ahead of demand; 0: none"
     )
@@ -200,6 +203,8 @@ class Settings(BaseSettings):
             raise ValueError("speculation by draft-model and the path in draft_model belong together")
         if self.kv_format != "raw" and (not self.real_engine or self.dtype == "float32"):
             raise ValueError("kv_format rounds the KV of a model in bfloat16: other engines and float32 keep it raw")
+        if self.kv_verify != "on" and self.real_engine:
+            raise ValueError("kv_verify is on where a model answers: without it damaged KV would be served")
         return self
 
     @property

@@ -14,7 +14,8 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
@@ -49,6 +50,7 @@ LIMIT_S = 270.0  # for all faults; what is left then is not done
 READY_LIMIT_S = 60.0
 REST_LIMIT_S = 20.0  # a write lease of a dead engine has to end
 DISK_NBYTES = 2 << 20
+NOT_STORED = "does not hold positions"  # what a scripted engine says of a wrong block
 SCRIPT = {"pace_s": 0.01, "prefill_s_per_token": 0.0001, "block_nbytes": 2048}
 SETTINGS = {
     "HEADRACE_HOST_TIER_TOKENS": "2048", "HEADRACE_POOL_TOKENS": "4096", "HEADRACE_KV_DISK_BYTES": str(1 << 20),
@@ -83,6 +85,7 @@ class Result:
     effective: Counter[str] = field(default_factory=Counter)
     compared: int = 0
     differing: int = 0
+    wrong: int = 0  # requests whose engine was given a block that is not what was stored
     failed: int = 0
     ledgers: int = 0
     violations: list[str] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Result:
             "by_kind": dict(sorted(self.effective.items())),
             "texts_compared": self.compared,
             "differing": self.differing,
+            "wrong_blocks": self.wrong,
             "failed": self.failed,
             "ledgers": self.ledgers,
             **more,
@@ -162,11 +166,20 @@ class Live:
 
     # --- faults ---------------------------------------------------------------------------------
 
-    async def storm(self, count: int) -> None:
-        """Do what the plan of the seed says, while requests run."""
+    @asynccontextmanager
+    async def traffic(self) -> AsyncIterator[None]:
+        """Let requests run."""
         workers = [asyncio.create_task(self._work(worker)) for worker in range(WORKERS)]
         counting = asyncio.create_task(self._count())
         try:
+            yield
+        finally:
+            self._over = True
+            await asyncio.gather(*workers, counting)
+
+    async def storm(self, count: int) -> None:
+        """Do what the plan of the seed says, while requests run."""
+        async with self.traffic():
             end = time.monotonic() + LIMIT_S
             for number, strike in enumerate(plan(self._seed, count)):
                 if time.monotonic() > end:
@@ -178,9 +191,6 @@ class Live:
                 if (number + 1) % 50 == 0:
                     self._say(f"  {number + 1} faults, {sum(self.result.effective.values())} of them effective")
                 await asyncio.sleep(PACE_S)
-        finally:
-            self._over = True
-            await asyncio.gather(*workers, counting)
 
     async def _strike(self, strike: Strike) -> bool:
         if strike.kind in ON_PROCESSES:
@@ -255,11 +265,12 @@ class Live:
             self._thawed[victim] = time.monotonic()
         return struck
 
-    def _segments(self) -> list[Path]:
+    def segments(self) -> list[Path]:
+        """The files in which the store's disk keeps its blocks now."""
         return sorted(self._disk.glob("*/segment-*"))
 
     async def _hurt_file(self, strike: Strike) -> bool:
-        paths = await self._until(self._segments, WAIT_S)
+        paths = await self._until(self.segments, WAIT_S)
         path = pick(strike.victim, [str(path) for path in paths])
         if path is None:
             return False
@@ -305,8 +316,22 @@ class Live:
                 pass  # it is dead or frozen now
             await asyncio.sleep(0.5)
 
+    def wrong(self) -> int:
+        """How many requests have ended because their engine saw that a block is not what was stored."""
+        ends = (e.data["error"] for e in self._recorder.events if e.kind == "terminal")
+        return sum(error is not None and NOT_STORED in str(error) for error in ends)
+
     async def judge(self) -> None:
         """Hold what clients saw to the promises, and the ledgers of all pools to their sums."""
+        self.compare()
+        await self._whole()
+        end = time.monotonic() + REST_LIMIT_S
+        while (problems := await self._unbalanced()) and time.monotonic() < end:
+            await asyncio.sleep(0.5)
+        self.result.violations += problems
+
+    def compare(self) -> None:
+        """Hold what clients saw to the promises."""
         result, events = self.result, self._recorder.events
         found = (
             invariants.one_ending(events)
@@ -317,15 +342,11 @@ class Live:
         failed = [e for e in ends if e.data["error"] is not None]
         result.compared = len(ends) - len(failed)
         result.differing = sum(v.invariant == "same_text" for v in found)
+        result.wrong = self.wrong()
         result.failed = len({e.request for e in events if e.kind == "sent"}) - result.compared
         result.violations += [str(v) for v in found]
         result.violations += [f"{e.request} failed: {e.data['error']}" for e in failed]
         result.store = {name: int(count) for name, count in self._growth.total.items()}
-        await self._whole()
-        end = time.monotonic() + REST_LIMIT_S
-        while (problems := await self._unbalanced()) and time.monotonic() < end:
-            await asyncio.sleep(0.5)
-        result.violations += problems
 
     async def _unbalanced(self) -> list[str]:
         nodes = {seen.beat.node: seen.beat.ref.kind for seen in self._watch.ready("kv", "prefill", "decode")}
@@ -356,20 +377,32 @@ def unbalanced(kind: str, figures: dict[str, float]) -> list[str]:
     return out
 
 
-async def run(seed: int, count: int, *, port_base: int, say: Callable[[str], None], history: Path) -> dict[str, Any]:
-    """Start an instance, hurt its store so many times, stop it; returns the figures."""
+async def run(
+    seed: int, count: int, *, port_base: int, say: Callable[[str], None], history: Path,
+    settings: Mapping[str, str] = SETTINGS, hurt: Callable[[Live], Awaitable[None]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Start an instance, hurt its store so many times, stop it; returns the figures.
+
+    Args:
+        seed, count: of the faults.
+        port_base: first of the instance's ports.
+        say: told how it goes.
+        history: where to write what clients saw.
+        settings: of the instance.
+        hurt: what to do instead of the plan's faults, and to judge it.
+    """
     directory = history.parent
     script = directory / "script.json"
     script.write_text(json.dumps(SCRIPT))
     instance = Instance(f"chaos-kv-{port_base}", log=directory / "up.log")
     with small_place(directory / "disk", DISK_NBYTES) as mounted:
         disk = directory / "disk" / "kv"
-        env = {**SETTINGS, "HEADRACE_KV_DISK_DIR": str(disk)}
+        env = {**settings, "HEADRACE_KV_DISK_DIR": str(disk)}
         options = ("--isolate", "--prefill", "1", "--decode", "2", "--engine", f"scripted:{script}")
         try:
             await instance.start(*options, port_base=port_base, env=env)
             say(f"ready after {instance.ready_after_s:.1f} s; log {instance.log}, history {history}")
-            result = await _drive(instance.address, seed, count, disk, mounted, say, history)
+            result = await _drive(instance.address, seed, count, disk, mounted, say, history, hurt)
         finally:
             code = await instance.stop()
     left = leftovers(instance.name)
@@ -381,8 +414,9 @@ async def run(seed: int, count: int, *, port_base: int, say: Callable[[str], Non
 
 
 async def _drive(
-    where: Address, seed: int, count: int, disk: Path, mounted: bool, say: Callable[[str], None], history: Path
-) -> Result:
+    where: Address, seed: int, count: int, disk: Path, mounted: bool, say: Callable[[str], None], history: Path,
+    hurt: Callable[[Live], Awaitable[None]] | None,
+) -> Result:  # fmt: skip
     recorder = Recorder(time.monotonic, history)
     nats = await where.connect("chaos-kv")
     try:
@@ -398,8 +432,11 @@ async def _drive(
             live = Live(http, nats, watch, probe, recorder, model, disk, seed=seed, mounted=mounted, say=say)
             await live.refer()
             say(f"references: {len(live.references)} requests ran undisturbed")
-            await live.storm(count)
-            await live.judge()
+            if hurt is not None:
+                await hurt(live)
+            else:
+                await live.storm(count)
+                await live.judge()
             return live.result
     finally:
         recorder.close()

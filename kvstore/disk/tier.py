@@ -63,6 +63,7 @@ class DiskTier:
         max_nbytes: int,
         sync: bool = False,
         quotas: Quotas | None = None,
+        verify: bool = True,
         policy: Callable[[], EvictionPolicy] = LruPolicy,
         files: Files | None = None,
         step: Callable[[str], None] = lambda name: None,
@@ -78,6 +79,7 @@ class DiskTier:
             sync: wait for the disk before a segment counts as written. Without it a loss of power may lose blocks,
                 never falsify one.
             quotas: most bytes of each owner, of `max_nbytes`.
+            verify: false serves what was read as it is, for tests that must then find wrong bytes.
             policy: makes what decides which segment goes first.
             files: the operating system.
             step: told each step of a write by name, for tests that end the process there.
@@ -88,6 +90,7 @@ class DiskTier:
         self.health = Health()
         self._stride = HEADER_NBYTES + block_nbytes
         self._epoch, self._max_nbytes, self._sync = epoch, max_nbytes, sync
+        self._verify = verify
         self._make_policy = policy
         self._files = files if files is not None else Files()
         self._step = step
@@ -355,7 +358,7 @@ class DiskTier:
             places = catalog.prefix(hashes, parents)[: len(into)]
             lease = catalog.pin(places, now + READ_LEASE_S)
         wanted = [Wanted(h, p, data) for h, p, data in zip(hashes, places, into, strict=False)]
-        outcome = read_places(self._files, self.folder, self.shelf, wanted)
+        outcome = read_places(self._files, self.folder, self.shelf, wanted, verify=self._verify)
         with self._lock:
             held = catalog.unpin(lease)
             if outcome.bad is not None and self._catalog is catalog:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos.kv.blind import spoil
 from chaos.kv.campaigns import BLIND, CAMPAIGNS, SHARED_MEMORY, Campaign, ground, run, unverified
 from chaos.kv.model import Tally, blocks, chain, opened, read
 from chaos.kv.wire import Wire
@@ -138,3 +139,23 @@ async def test_a_message_to_a_dead_incarnation_reaches_nobody() -> None:
         await wire.settle()
 
         assert not hasattr(first, "tickets") and not hasattr(second, "tickets") and tally.ok
+
+
+def test_an_instance_without_verification_serves_what_is_spoilt(tmp_path: Path) -> None:
+    """Every block of a spoilt segment is wrong; a tier that verifies serves none of them."""
+    of = chain(1, 4)
+    for verify, count in ((False, 4), (True, 0)):
+        tally = Tally()
+        with opened(tmp_path / str(verify), verify=verify) as tier:
+            tier.write(blocks(of), 0.0)
+            (path,) = tier.folder.glob("segment-*")
+            assert spoil(path) >= 4
+
+            read(tier, of, tally)
+
+        assert tally.num_wrong == count
+
+
+def test_what_is_gone_is_not_spoilt(tmp_path: Path) -> None:
+    """A segment may be evicted at any moment."""
+    assert spoil(tmp_path / "segment-1") == 0

@@ -186,3 +186,16 @@ def test_bad_limits_are_refused_with_their_source(text: str) -> None:
         load({}, environ={"HEADRACE_KV_TENANTS": text})
 
     assert "kv_tenants (env HEADRACE_KV_TENANTS)" in str(caught.value)
+
+
+def test_stored_kv_is_always_verified_where_a_model_answers() -> None:
+    """Switching it off takes a value that says what happens, and an engine without a model."""
+    off = "off-and-serve-wrong-bytes"
+    assert load({}, environ={}).settings.kv_verify == "on"
+    assert load({"kv_verify": off, "engine": "scripted"}, environ={}).settings.kv_verify == off
+    for engine in ("auto", "native", "torch"):
+        with pytest.raises(SettingsError, match="kv_verify"):
+            load({"kv_verify": off, "engine": engine}, environ={})
+    for value in ("off", "false", "0", ""):
+        with pytest.raises(SettingsError, match="kv_verify"):
+            load({"engine": "scripted"}, environ={"HEADRACE_KV_VERIFY": value})
