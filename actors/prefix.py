@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from actors.kv_index import KvIndex
-from actors.load_choice import Offer, tokens_to_load
+from actors.load_choice import Loading, Offer, may_pay_far, plan_load
+from actors.remote_cost import Way
 from actors.ttft import Costs, LoadCost
 from actors.work import Work, salt_of
 from engine.core import Candidate, EngineCore
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 LOOKUP_LIMIT_S = 0.06
 LOADING_LIMIT_S = 2.0  # for a store that says that it reads from its disk
 COPY_LIMIT_S = 1.0
+PROBE_LIMIT_S = 0.1  # of a copy that is made against the estimate
+PROBE_BLOCKS = 64  # that a disk reads to have its speed measured
 MIN_BLOCKS = 2  # shorter prefixes are computed faster than they are asked for
 HASHED_HERE = 8192  # tokens: half a millisecond on the loop; the way to the engine's thread and back takes longer
 WRITE_BATCH = 64
@@ -46,6 +49,7 @@ class _Load:
     work: Work
     sequences: list[Sequence]
     hashes: list[bytes]
+    parents: list[bytes]
     until: float
     kv: Ref
     expected: list[int] = field(default_factory=list)  # checksums
@@ -54,6 +58,7 @@ class _Load:
     began: float = 0.0
     slow: bool = False  # the store went to its disk
     resident: int = 0  # blocks before `hashes`, which the engine's pool has
+    probe: bool = False  # it may well be later than computing: nobody waits for it for long
     chosen: int = 0  # blocks that were found worth loading before the store was asked; 0: nobody knew of any
 
     @property
@@ -150,7 +155,7 @@ class PrefixStore:
         hashes, parents, key = got
         kv = stores[0] if len(stores) == 1 else fullest(ranked(stores, key), lambda s: self._has(s, hashes), MIN_BLOCKS)
         now = self._engine.clock.now()
-        load = _Load(work, sequences, hashes, now + LOOKUP_LIMIT_S, kv, began=now)
+        load = _Load(work, sequences, hashes, parents, now + LOOKUP_LIMIT_S, kv, began=now)
         load.resident = (load.tokens - 1) // BLOCK_TOKENS - len(hashes)
         if not self._worth_asking(load):
             self._add(work, sequences)
@@ -160,7 +165,7 @@ class PrefixStore:
         lookup = m.KvLookup(
             ticket=ticket,
             hashes=load.hashes,
-            parents=parents[: len(load.hashes)],
+            parents=load.parents[: len(load.hashes)],
             reply=self._engine.ref,
             block_s=self._block_s(),
             owner=owner_of(work.record.tenant),
@@ -178,13 +183,13 @@ class PrefixStore:
             return True
         # Complete up to events on their way: what it does not know yet is computed, as if it had been stored later.
         total = self.index.prefix(kv, load.hashes)
-        if self._elsewhere(kv):
+        speed = self._disk_speed(kv)
+        memory = total if speed <= 0.0 or not total else self.index.stored([kv], ["host"], load.hashes)
+        if self._far_may_pay(load, memory, total, speed):
             return True  # the store knows what is worth fetching
         if total < MIN_BLOCKS:
             self._skipped.inc()
             return False
-        speed = self._disk_speed(kv)
-        memory = total if speed <= 0.0 else self.index.stored([kv], ["host"], load.hashes)
         load.chosen = self._choose(load, memory, total, speed)
         if load.chosen < total:  # else the store may have more by now
             load.hashes = load.hashes[: load.chosen]
@@ -192,44 +197,72 @@ class PrefixStore:
 
     def _choose(self, load: _Load, memory: int, total: int, disk_speed: float = 0.0, *, asked: bool = False) -> int:
         """Return how many of the stored blocks to load: `total` are stored, the first `memory` of them in memory."""
-        engine, now = self._engine, self._engine.clock.now()
-        if engine.always_load:
+        now = self._engine.clock.now()
+        if self._engine.always_load:
             return total
-        prefill, loading = engine.report.costs
-        size = engine.pool.block_nbytes if engine.pool is not None else 0
-        costs = Costs(
-            prefill,
-            # Once the store has answered, only the copy is still to be paid.
-            LoadCost(1.0, 1.0 / max(loading.per_token_s, 1e-12), 0.0 if asked else loading.fixed_s),
-            disk=LoadCost(size / BLOCK_TOKENS, disk_speed) if disk_speed > 0.0 else None,
-        )
-        ends = [BLOCK_TOKENS * (load.resident + blocks) for blocks in (0, memory, total)]
-        queued = 0 if engine.thread is None else int(engine.thread.load.get("queued_tokens", 0))
-        end = tokens_to_load(
-            Offer(load.tokens, *ends),
-            costs,
-            queued_s=queued * prefill.per_token_s,
+        chosen = plan_load(
+            self._offer_of(load, memory, total),
+            self._costs(disk_speed, asked=asked),
+            queued_s=self._queued_s(),
             since_load_s=now - self._loads_at,
             since_disk_s=now - self._disk_at,
         )
-        take = end // BLOCK_TOKENS - load.resident
+        take = chosen.end // BLOCK_TOKENS - load.resident
         take = take if take >= MIN_BLOCKS else 0
         self._dearer.inc(total - take)
         if take > 0:
-            self._loads_at = now
+            self._loads_at, load.probe = now, chosen.probe
         if take > memory:
             self._disk_at = now
+        self._measure_disk(load, memory, chosen, now)
         return take
+
+    def _measure_disk(self, load: _Load, memory: int, chosen: Loading, now: float) -> None:
+        """Let the store read a little from its disk, though nobody waits for it: it tells how fast that went."""
+        if chosen.read_to > 0:
+            self._disk_at = now
+            last = min(chosen.read_to // BLOCK_TOKENS - load.resident, memory + PROBE_BLOCKS)
+            hint = m.KvPrefetch(hashes=load.hashes[memory:last], parents=load.parents[memory:last])
+            self._engine.context.send(load.kv, hint)
+
+    def _offer_of(self, load: _Load, memory: int, total: int) -> Offer:
+        return Offer(load.tokens, *(BLOCK_TOKENS * (load.resident + blocks) for blocks in (0, memory, total)))
+
+    def _costs(self, disk_speed: float, *, asked: bool = False) -> Costs:
+        """What prefills and loads take here; once the store has answered, only the copy is still to be paid."""
+        prefill, loading = self._engine.report.costs
+        near = LoadCost(1.0, 1.0 / max(loading.per_token_s, 1e-12), 0.0 if asked else loading.fixed_s)
+        return Costs(prefill, near, disk=LoadCost(self._token_nbytes, disk_speed) if disk_speed > 0.0 else None)
+
+    def _queued_s(self) -> float:
+        thread = self._engine.thread
+        queued = 0 if thread is None else int(thread.load.get("queued_tokens", 0))
+        return queued * self._engine.report.costs[0].per_token_s
+
+    @property
+    def _token_nbytes(self) -> float:
+        pool = self._engine.pool
+        return 0.0 if pool is None else pool.block_nbytes / BLOCK_TOKENS
 
     def _disk_speed(self, kv: Ref) -> float:
         """Bytes per second of the store's disk, 0 without one."""
         member = self._engine.context.membership.get(kv)
         return 0.0 if member is None else float(member.load.get("disk_bytes_per_s", 0.0))
 
-    def _elsewhere(self, kv: Ref) -> bool:
-        """Whether this host's store knows of blocks on other hosts."""
-        member = self._engine.context.membership.get(kv)
-        return member is not None and bool(member.load.get("elsewhere"))
+    def _far_may_pay(self, load: _Load, memory: int, total: int, disk_speed: float) -> bool:
+        """Whether other hosts may have something of a prompt that comes sooner than it is computed."""
+        member = self._engine.context.membership.get(load.kv)
+        known = 0 if member is None else int(member.load.get("elsewhere", 0))
+        if member is None or known <= 0 or self._engine.always_load:
+            return known > 0
+        ways = [Way(*map(float, told)) for told in member.load.get("ways", {}).values()]
+        size = self._token_nbytes
+        if not ways:
+            return False  # all of them are left alone for now
+        fetches = (LoadCost(size, way.bytes_per_s, way.setup_s) for way in ways)
+        far = min(fetches, key=lambda cost: cost.seconds(load.tokens))
+        offer, costs = self._offer_of(load, memory, total), self._costs(disk_speed)
+        return may_pay_far(offer, costs, far, BLOCK_TOKENS * known, queued_s=self._queued_s())
 
     def _block_s(self) -> float:
         """What a block of a prompt costs here, as the last steps tell: a fetch must be sooner."""
@@ -248,6 +281,8 @@ class PrefixStore:
         load = self._loads.get(msg.ticket)
         if load is not None and not load.copying:
             load.slow = True
+            if load.probe:
+                return  # what was in memory is not any more: the prompt is computed
             load.until = self._engine.clock.now() + min(msg.wait_s + LOOKUP_LIMIT_S, LOADING_LIMIT_S)
 
     def on_found(self, msg: m.KvFound) -> None:
@@ -271,7 +306,8 @@ class PrefixStore:
         if msg.pool is None or transfer is None or not len(msg.blocks) == len(msg.checksums) <= len(load.hashes):
             self._give_up(msg.ticket, load)
             return
-        load.expected, load.copying, load.until = msg.checksums, True, self._engine.clock.now() + COPY_LIMIT_S
+        load.expected, load.copying, load.until = msg.checksums, True, self._engine.clock.now()
+        load.until += PROBE_LIMIT_S if load.probe else COPY_LIMIT_S
         load.hashes = load.hashes[: len(msg.blocks)]
         sequences, key, count = load.sequences, load.key, len(msg.blocks)
 

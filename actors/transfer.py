@@ -41,7 +41,9 @@ class TransferActor(Actor):
 
     kind: ClassVar[str] = "transfer"
 
-    def __init__(self, context: Context, *, threads: int = 1, peers: PeerConfig | None = None, verify: bool = True) -> None:
+    def __init__(
+        self, context: Context, *, threads: int = 1, peers: PeerConfig | None = None, verify: bool = True
+    ) -> None:
         super().__init__(context)
         self._peers = Peers(context, peers or PeerConfig("off"))
         self._verify = verify  # false for tests that must then find wrong bytes

@@ -212,7 +212,8 @@ def _kv(context: Context, *, parts: Parts) -> Actor:
 def _verifies(context: Context, settings: Settings) -> bool:
     verifies = settings.kv_verify == "on"
     if not verifies:
-        context.telemetry.log.error("STORED KV IS NOT VERIFIED: damaged blocks are served", kv_verify=settings.kv_verify)
+        log = context.telemetry.log
+        log.error("STORED KV IS NOT VERIFIED: damaged blocks are served", kv_verify=settings.kv_verify)
     return verifies
 
 

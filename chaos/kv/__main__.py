@@ -1,8 +1,7 @@
 """`python -m chaos.kv`: hurt the store, in this process and in a running instance, and check every byte and text.
 
-The last line printed is one JSON object; the exit code is 1 if anything was wrong, 2 if `--no-verify` found nothing wrong
-in one of its parts. A failing seed is run again by
-`--seed N`, a single campaign by `--only NAME`.
+The last line printed is one JSON object; the exit code is 1 if anything was wrong, 2 if `--no-verify` found nothing
+wrong in one of its parts. A failing seed is run again by `--seed N`, a single campaign by `--only NAME`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=CAMPAIGNS, default=None, help="run this campaign alone")
     parser.add_argument("--part", choices=("here", "live", "hosts"), default=None, help="run one part alone")
     parser.add_argument("--faults", type=int, default=350, help="faults for the running instance")
-    parser.add_argument("--no-verify", action="store_true", help="serve unverified, here and in a running instance: must fail")
+    parser.add_argument("--no-verify", action="store_true", help="serve unverified, here and live: that must fail")
     parser.add_argument("--port-base", type=int, default=18900)
     return parser
 

@@ -235,6 +235,31 @@ def test_an_engine_waits_for_a_disk_that_answers_in_time(tmp_path: Path, monkeyp
     simulate(scenario, tmp_path)
 
 
+def test_a_disk_that_was_found_slow_is_measured_without_a_prompt_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is computed at once; the store reads a little meanwhile."""
+    simulate(ask_and_keep, tmp_path)
+    slow_disk(monkeypatch, lambda: 0.6)
+
+    async def scenario(f: Fleet) -> None:
+        f.actor("kv-0")._disk._bytes_per_s = 5_000.0
+        for admission in (a for n in f.nodes.values() for a in n.actors if a.ref.kind == "admission"):
+            admission._where.on_disk = lambda *_: None  # it has the store read ahead as well
+        await f.system.clock.sleep(0.5)
+        began = f.system.clock.now()
+        stream = await f.ask(PROMPT, max_tokens=COUNT)
+        await f.items(stream, 1)
+        assert f.system.clock.now() - began < 0.5
+        await f.end(stream)
+        assert stream.text == answer(PROMPT, COUNT) and cached(stream) == 0
+        await f.system.until(lambda: count(f, "disk_reads") == 0, limit_s=5.0)
+        assert count(f, "disk_prefetches_total") == 1 == count(f, "disk_loads_total")
+        assert max(e.prefix._disk_at for e in f.engines()) >= began
+
+    simulate(scenario, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_disk_that_hangs_delays_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a second the prompt is computed, and stored; what comes from the disk in the end is not needed any more."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_fleet import Fleet, answer, fleet
 
-from actors.load_choice import PROBE_S, Offer, tokens_to_load
+from actors.load_choice import PROBE_S, Loading, Offer, may_pay_far, plan_load, tokens_to_load
 from actors.ttft import Costs, LoadCost, PrefillCost
 from engine.prefills import Prefill
 from kvstore.block import BLOCK_TOKENS
@@ -46,14 +46,46 @@ def test_a_load_that_is_hidden_by_what_waits_before_is_made() -> None:
     assert tokens_to_load(OFFER, Costs(FAST, NEAR, disk=FAR), queued_s=1.0) == 960
 
 
-def test_now_and_then_a_load_is_made_to_see_what_it_takes() -> None:
-    """Memory and disk have times of their own: a load from memory tells nothing of the disk."""
-    costs = Costs(FAST, NEAR, disk=FAR)
+NEARLY = PrefillCost(0.01, 2e-5)  # a load of 320 tokens takes 9.4 ms, and spares 6.4
 
-    assert tokens_to_load(OFFER, costs, since_load_s=PROBE_S) == 480
-    assert tokens_to_load(OFFER, costs, since_disk_s=PROBE_S) == 960
-    assert tokens_to_load(OFFER, costs, since_load_s=PROBE_S - 0.1, since_disk_s=PROBE_S - 0.1) == 160
-    assert tokens_to_load(Offer(1000, 160, 160, 160), costs, since_load_s=PROBE_S, since_disk_s=PROBE_S) == 160
+
+def test_now_and_then_a_load_is_made_to_see_what_it_takes() -> None:
+    """Where it costs its prompt no more than it saves."""
+    costs = Costs(NEARLY, NEAR)
+
+    assert plan_load(OFFER, costs, since_load_s=PROBE_S) == Loading(480, probe=True)
+    assert plan_load(OFFER, costs, since_load_s=PROBE_S - 0.1) == Loading(160)
+    assert plan_load(Offer(1000, 160, 160, 160), costs, since_load_s=PROBE_S) == Loading(160)
+    assert plan_load(OFFER, Costs(SLOW, NEAR), since_load_s=PROBE_S) == Loading(960)
+
+
+def test_a_load_that_costs_much_more_than_it_saves_is_made_the_more_seldom() -> None:
+    """Over time no more is spent on it: here 9 ms for a third of one."""
+    costs, least_s = Costs(FAST, NEAR), PROBE_S * (0.0094 - 0.00032) / 0.00032
+
+    assert plan_load(OFFER, costs, since_load_s=0.99 * least_s) == Loading(160)
+    assert plan_load(OFFER, costs, since_load_s=1.01 * least_s) == Loading(480, probe=True)
+
+
+def test_a_disk_that_was_found_too_slow_is_measured_without_a_prompt_that_waits() -> None:
+    """Its owner reads ahead, and the prompt is computed or loaded as it would have been."""
+    assert plan_load(OFFER, Costs(FAST, NEAR, disk=FAR), since_disk_s=PROBE_S) == Loading(160, read_to=960)
+    middling = Costs(PrefillCost(0.01, 1e-4), NEAR, disk=FAR)
+    assert plan_load(OFFER, middling, since_disk_s=PROBE_S) == Loading(480, read_to=960)
+    assert plan_load(OFFER, middling, since_disk_s=PROBE_S - 0.1) == Loading(480)
+    assert plan_load(OFFER, Costs(SLOW, NEAR, disk=FAR), since_disk_s=PROBE_S) == Loading(960)
+
+
+def test_other_hosts_are_asked_where_what_they_may_have_could_pay() -> None:
+    """At best they have all of it; a slow way, a fast engine, or little that others have at all rules it out."""
+    here, way = Offer(1000, 0, 0, 0), LoadCost(1.0, 100_000.0, 0.005)
+
+    assert may_pay_far(here, Costs(SLOW, NEAR), way, 5000)
+    assert not may_pay_far(here, Costs(FAST, NEAR), way, 5000)
+    assert not may_pay_far(here, Costs(SLOW, NEAR), LoadCost(1.0, 500.0, 0.005), 5000)
+    assert not may_pay_far(here, Costs(SLOW, NEAR), LoadCost(1.0, 100_000.0, 0.1), 64)
+    assert may_pay_far(here, Costs(FAST, NEAR), way, 5000, queued_s=1.0)
+    assert not may_pay_far(Offer(1000, 0, 960, 999), Costs(SLOW, NEAR), way, 5000)
 
 
 seconds = st.floats(0.0, 1e-2)
@@ -157,7 +189,7 @@ def test_an_engine_that_computes_all_tries_a_load_after_a_while(tmp_path: Path) 
 
     async def scenario(f: Fleet) -> None:
         computes_fast(f)
-        await f.system.clock.sleep(PROBE_S)
+        f.actor("decode-0").prefix._loads_at -= 100 * PROBE_S  # it costs much more than it saves
         assert await ask(f) == BLOCKS * BLOCK_TOKENS
         assert f.system.clock.now() - f.actor("decode-0").prefix._loads_at < PROBE_S
 
