@@ -192,6 +192,7 @@ class Destination:
         # The ids are in place before the first step can add to them.
         for choice, first in zip(part.choices, firsts, strict=True):
             work.ids[choice].append(first)
+            work.given[choice] = len(work.ids[choice])
         engine.call(lambda core: core.activate(sequences, blocks, num_tokens), done)
 
     def on_moved(self, msg: m.Moved) -> None:
@@ -210,6 +211,7 @@ class Destination:
             return
         now = engine.clock.now()
         work.ids = [list(ids) for ids in msg.outputs]
+        work.given = [len(ids) for ids in work.ids]  # the source computed them
         work.ends = {int(choice): str(reason) for choice, reason in msg.ends}
         work.acked, work.sent, work.unwanted = list(msg.acked), list(msg.acked), set(msg.unwanted)
         moves = []

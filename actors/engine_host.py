@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from actors import last_word
 from actors.decode import Destination
 from actors.engine_report import EngineReport
 from actors.heirs import ORPHAN_RESEND_S, heir
@@ -64,7 +65,7 @@ class EngineActor(Actor):
         role: `prefill`, `decode` or `both`; any engine can do everything, the role tells placement what to ask.
         make_runner: called in the engine's thread; loads the model.
         make_drafter: called there too, with the runner; returns what guesses ids ahead, if anything.
-        step_limit_s: with work and without a step for so long the engine counts as failed.
+        step_limit_s: with work and without a step for so long the engine counts as failed, or sooner (`Watchdog`).
         directory, prefix: where the pool's file lies and how its name begins.
         always_load: load what the store has of a prompt also where computing it is sooner.
         tenant_weights: shares of tenants where several wait.
@@ -434,6 +435,8 @@ class EngineActor(Actor):
             answer()
             return
         del self.works[request_id]
+        if self.migration.handed_over(request_id, fence):
+            reason = "finish"  # it goes on at another engine with what was computed here
         if work.role == "source" and work.decode is not None:
             # Its owner may be gone, and the destination would wait for these blocks until the deadline.
             over = m.Close(request_id=request_id, fence=work.fence, reason="source")
@@ -442,7 +445,7 @@ class EngineActor(Actor):
             self.context.telemetry.hop(
                 "hop.decode", work.record.traceparent, work.began, self.clock.wall(), request_id=request_id
             )
-        self.waste.closed(work.spent_on_ended(), reason)
+        self.waste.closed(work.spent_on_ended(), reason, brought=work.brought)
         self._abort(work, answer, reason)
 
     def _closed(self, msg: m.Closed) -> None:
@@ -566,6 +569,8 @@ class EngineActor(Actor):
                 else:
                     work.orphan_at = now + ORPHAN_RESEND_S
             # The detokenizer ends a stream at its deadline and closes it here; this is for when it could not.
+            if last_word.is_due(work, self.context.membership.is_up(work.detok), wall):
+                last_word.say(self.context, work)
             if wall > work.record.deadline + 1.0:
                 self.close(work.request_id, work.fence, None, reason="expire")
         self.source.tick(now)
@@ -580,7 +585,8 @@ class EngineActor(Actor):
         assert self.thread is not None
         load = self.thread.load
         busy = bool(load.get("running") or load.get("waiting"))
-        if self._watchdog.look(self.thread.steps, busy, now) and self.state in ("ready", "draining"):
+        longest_s = self.thread.statistics.get("step_longest_s", 0.0)
+        if self._watchdog.look(self.thread.steps, busy, now, longest_s) and self.state in ("ready", "draining"):
             self._crashed(f"no step for {self._watchdog.stuck_s:.0f} s with {load.get('running', 0)} running")
 
     def member_down(self, ref: Ref, reason: str) -> None:

@@ -309,12 +309,21 @@ class Migration:
         """The destination goes on: nothing is left here. False if this is about no move."""
         if msg.part != WHOLE:
             return False
-        move = self._moves.get(msg.request_id)
-        if move is not None and move.fence == msg.fence and move.stage == "moved":
-            del self._moves[msg.request_id]
-            self._pause.observe(self._engine.clock.now() - move.paused_at)
-            self._end(move.owner, msg.request_id, move.work.fence, move.fence, "moved")
-            self._engine.close(msg.request_id, move.fence, None, below=True)
+        if self.handed_over(msg.request_id, msg.fence):
+            self._engine.close(msg.request_id, msg.fence, None, below=True)
+        return True
+
+    def handed_over(self, request_id: str, fence: Fence) -> bool:
+        """Whether this is the fence under which a request goes on elsewhere; its move is done then.
+
+        The destination says so, or the owner, whose `Close` may come before the destination's word is repeated.
+        """
+        move = self._moves.get(request_id)
+        if move is None or move.stage != "moved" or move.fence != fence:
+            return False
+        del self._moves[request_id]
+        self._pause.observe(self._engine.clock.now() - move.paused_at)
+        self._end(move.owner, request_id, move.work.fence, move.fence, "moved")
         return True
 
     # --- endings --------------------------------------------------------------------------------

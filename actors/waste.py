@@ -23,11 +23,13 @@ class Waste:
         for cause in sorted(set(CAUSES.values())):
             self.add(Spent(), cause)
 
-    def closed(self, spent: Spent, reason: str) -> None:
-        """A request was closed for this reason."""
+    def closed(self, spent: Spent, reason: str, *, brought: int = 0) -> None:
+        """A request was closed for this reason; `brought`: tokens of its prompts that another engine handed over."""
         cause = CAUSES.get(reason)
         if cause is not None:
             self.add(spent, cause)
+            if cause != "redispatched":  # who handed it over still has what it computed, for the next try
+                self.add(Spent(prefill=brought), cause)
 
     def add(self, spent: Spent, cause: str) -> None:
         """So much was wasted."""

@@ -71,6 +71,7 @@ class Work:
     orphaned: bool = False  # its owner is gone, and nobody has claimed it
     orphan_at: float = 0.0  # when to report that next, or to look for it
     orphan_tries: int = 0
+    last_word: bool = False  # its client was told of the deadline from here
     counted: bool = False  # its sequences show in the engine's load
     given: list[int] = field(default_factory=list)  # ids that each choice came with
 
@@ -111,8 +112,17 @@ class Work:
         for choice in self.ends:
             first = choice % self.record.n == 0  # the choices of a prompt share its blocks
             prompt = len(self.record.prompt_ids[choice // self.record.n]) - self.cached.get(choice // self.record.n, 0)
-            out = out.plus(Spent(prompt if first else 0, len(self.ids[choice]) - self.given[choice]))
+            here = first and self.role != "destination"
+            out = out.plus(Spent(prompt if here else 0, len(self.ids[choice]) - self.given[choice]))
         return out
+
+    @property
+    def brought(self) -> int:
+        """Tokens of its prompts that another engine computed and handed over to this one."""
+        if self.role != "destination":
+            return 0
+        prompts = {choice // self.record.n for part in self.parts.values() if part.activated for choice in part.choices}
+        return sum(len(self.record.prompt_ids[number]) - self.cached.get(number, 0) for number in prompts)
 
     def append(self, item: Sampled) -> bool:
         """Take an engine's next id; false if it is not the next one."""

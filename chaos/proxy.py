@@ -92,6 +92,7 @@ class Link:
             await self._proxy.passable(self)
             way.held.popleft()
             if not data:
+                writer.write_eof()  # a plain end is passed on as such: the other direction goes on
                 return
             way.nbytes -= len(data)
             way.changed.set()
@@ -197,9 +198,12 @@ class Proxy:
             asyncio.ensure_future(link.give(writer, down)),
         ]
         try:
-            await asyncio.wait(works, return_when=asyncio.FIRST_EXCEPTION)
-            # An end on one side ends the other one, as far as it has been given.
-            await asyncio.wait(works[2:], return_when=asyncio.FIRST_COMPLETED)
+            # Until both sides have ended, each with a plain end, or one of them was broken.
+            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_EXCEPTION)
+            if len(done) == len(works) and not any(work.exception() for work in done):
+                for side in (back, writer):
+                    side.close()
+                    await side.wait_closed()
         finally:
             self._links.discard(link)
             for work in works:

@@ -241,6 +241,7 @@ class EngineCore:
                     self.pool.copy(blocks[-1], seq.blocks[-1])
                     seq.num_computed = num_computed
             seq.num_hashed = 0
+            live.came = seq.num_computed
             self._roster.start(live)
             self._publish(live)
             if (reason := self._end_reason(live)) is not None:
@@ -648,6 +649,7 @@ class EngineCore:
             "parking_bytes": self._parking.nbytes,
             **{f"{name}_total": count for name, count in self._counts.items()},
             **self.costs.statistics(),
+            "step_longest_s": self.costs.longest_s(self.scheduler.token_budget, self.max_context) or 0.0,
             **self._fair.statistics(),
             "drain_tokens_per_second": self._drain.rate(self.now()),
             **self.pool.statistics(),

@@ -128,6 +128,15 @@ class StepCosts:
             start += count
         return total
 
+    def longest_s(self, tokens: int, max_context: int) -> float | None:
+        """Return the seconds of the longest step of at most `tokens`, at the end of the longest context.
+
+        None before a step of half that size was measured: the line is trusted up to twice the largest one.
+        """
+        if 2 * self._largest < tokens:
+            return None
+        return self.predict(run_work(max(0, max_context - tokens), tokens))
+
     def prompt_tokens(
         self, decodes: Work, joining: int, start: int, limit: int, *, most_s: float | None = None
     ) -> int:

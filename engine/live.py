@@ -43,13 +43,14 @@ class Spent(NamedTuple):
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("context", "given", "hashes", "place", "prompt_hashes", "root", "seq")
+    __slots__ = ("came", "context", "given", "hashes", "place", "prompt_hashes", "root", "seq")
 
     def __init__(self, seq: Sequence, root: bytes, place: tuple[float, int]) -> None:
         self.seq = seq
         self.root = root
         self.place = place  # where it stands in a line: its rank, then the order of coming
         self.given = len(seq.outputs)  # ids that it came with
+        self.came = 0  # tokens that another engine computed
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
         # Of full blocks, as far as they were needed.
         self.hashes = sequence_hashes(self.context, len(seq.prompt_ids), root=root, warm=seq.warm)
@@ -69,8 +70,9 @@ class Live:
     def spent(self) -> Spent:
         """What was computed here for it: tokens that it came with, and ids that were chosen since."""
         seq = self.seq
-        came = len(seq.prompt_ids) + self.given
-        return Spent(max(0, min(seq.num_computed, came) - seq.num_cached), len(seq.outputs) - self.given)
+        whole = len(seq.prompt_ids) + self.given - (self.came > 0)  # of one that came running the last id is decoded
+        prefill = max(0, min(seq.num_computed, whole) - max(seq.num_cached, self.came))
+        return Spent(prefill, len(seq.outputs) - self.given)
 
     def parent(self, index: int) -> bytes:
         """Return the hash before block `index`."""

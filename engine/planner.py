@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from engine.costs import StepCosts, Work
+from engine.costs import STRETCH, StepCosts, Work
 from engine.lending import Lending
 from engine.parking import Parking
 from engine.roster import Roster
@@ -80,8 +80,10 @@ class Planner:
         context = sum(live.seq.num_computed + 1 for live in self._roster.running)
         decodes = Work(num_decodes, context - sum(seq.num_computed + 1 for seq in prompts))
         start = prompts[0].num_computed if prompts else 0
-        budget = self._scheduler.token_budget
-        return self.costs.prompt_tokens(decodes, joining, start, budget, most_s=self._most_s())
+        budget, most_s = self._scheduler.token_budget, self._most_s()
+        if most_s is not None and self._shortest_s() > most_s:
+            most_s = None  # a pace that no step can keep
+        return self.costs.prompt_tokens(decodes, joining, start, budget, most_s=most_s)
 
     def _most_s(self) -> float | None:
         """Return the longest step that those who run allow, if they were promised a pace."""
@@ -91,12 +93,24 @@ class Planner:
         least = min((pace for pace in promised if pace is not None), default=None)
         return None if least is None else PACE_SHARE * least
 
+    def _shortest_s(self) -> float:
+        """Return what a step takes in which one of those who run decodes alone; 0 before anything is known."""
+        running = self._roster.running
+        context = sum(live.seq.num_computed + 1 for live in running) / max(1, len(running))
+        return self.costs.predict(Work(1, context)) or 0.0
+
     def _max_running(self) -> int:
-        """Return how many may run at once: as many as decode within the promised pace, and one in any case."""
+        """Return how many may run at once: as many as decode within the promised pace, and one in any case.
+
+        Where not even one alone is so quick there is no sense in serving one after another: then as many as decode in
+        `STRETCH` times its step.
+        """
         running, most_s = self._roster.running, self._most_s()
         limit = self._scheduler.max_running
         if most_s is None or not self.costs.known or not len(running):
             return limit
+        if (shortest_s := self._shortest_s()) > most_s:
+            most_s = STRETCH * shortest_s
         context = sum(live.seq.num_computed + 1 for live in running) / len(running)
         low, high = 1, limit  # the most of which a step is short enough
         while low < high:

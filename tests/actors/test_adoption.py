@@ -464,6 +464,23 @@ def test_a_deadline_needs_no_failure_detector(
 
 
 @pytest.mark.slow
+def test_an_engine_tells_a_native_client_of_its_deadline_when_nobody_else_is_left(tmp_path: Path) -> None:
+    """R4. Scenario: both light nodes die and come back after D + 1 s; the engine alone has the record."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(PROMPT, max_tokens=2000, deadline_s=1.5)
+        await f.items(stream, 20)
+        for number in range(2):
+            await f.kill(f"light-{number}", again_after_s=None)
+        await f.end(stream, limit_s=5.0)
+        assert stream.error == "deadline_exceeded" and stream.later_terminals == 0
+        assert 0.7 <= stream.ended_at - stream.asked_at - 1.5 <= 1.0
+        await f.system.until(lambda: not any(a.works for a in f.engines()), limit_s=1.0)
+
+    simulate(scenario, tmp_path, admission=0, tokenize=0, detokenize=0, light=2)
+
+
+@pytest.mark.slow
 def test_the_edge_ends_what_nobody_else_can(tmp_path: Path) -> None:
     """R4. Scenario: detokenizers are dead, both admission actors frozen; the client still hears at D + 0.7 s."""
 

@@ -100,6 +100,62 @@ def test_a_moved_request_goes_on_after_at_most_two_steps(tmp_path: Path) -> None
     simulate(scenario, tmp_path)
 
 
+def wasted(f: Fleet, name: str) -> dict[str, int]:
+    """Tokens that an engine counts as computed in vain, by cause and phase."""
+    out: dict[str, int] = {}
+    for metric in f.actor(name).waste._tokens.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total") and sample.value:
+                out[f"{sample.labels['cause']} {sample.labels['phase']}"] = int(sample.value)
+    return out
+
+
+def test_an_owners_word_that_a_request_runs_elsewhere_ends_its_move(tmp_path: Path) -> None:
+    """Scenario: the destination's `Activated` is lost; the source would take its move back, and end what runs there."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await f.ask(LONG, max_tokens=COUNT)
+        await f.items(stream, 20)
+        source, to = move(f, stream)
+        f.actor(source).migration.on_activated = lambda message: message.part == -1
+        await f.system.until(lambda: outcomes(f) == {"moved": 1}, limit_s=2.0)
+        gap = await longest_gap(f, stream, 70)
+        assert f.serving("decode", stream) == to and gap <= 3 * PACE_S + 0.002
+        assert wasted(f, source) == {}
+        await f.end(stream)
+        check(stream, LONG, COUNT)
+        assert wasted(f, to) == {}
+        await f.rest()
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_prefill_engine_computed_is_not_wasted_by_a_failure_after_the_hand_off(tmp_path: Path) -> None:
+    """It still has the prompt's blocks for the next try; the ids that were decoded are computed again."""
+
+    async def main(clock: VirtualClock) -> None:
+        async with fleet(clock, tmp_path) as f:
+            stream = await f.ask(PROMPT, max_tokens=200)
+            await f.items(stream, 20)
+            frozen = f.serving("decode", stream)
+            f.freeze(frozen)
+            await clock.sleep(2.5)
+            f.thaw(frozen)
+            await f.system.until(lambda: not f.actor(frozen).works, limit_s=2.0)
+            assert list(wasted(f, frozen)) == ["redispatched decode"]
+            serving = f.serving("decode", stream)
+            have = stream.num_items
+            await f.items(stream, have + 10)
+            f.cancel(stream)
+            await f.rest()
+            gone = wasted(f, serving)
+            assert gone["cancelled prefill"] <= len(PROMPT) and 10 <= gone["cancelled decode"] <= 200 - have
+            assert "redispatched prefill" not in wasted(f, "prefill-0")
+
+    run_virtual(main)
+
+
 def test_choices_move_together(tmp_path: Path) -> None:
     """Three choices of one prompt share its blocks, and the first ids under the new fence end the old engine's work."""
 

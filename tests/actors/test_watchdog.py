@@ -48,6 +48,17 @@ def test_a_pause_of_the_whole_process_is_not_held_against_the_engine() -> None:
     assert not dog.look(7, True, 61.0)
 
 
+def test_a_long_step_is_no_wedge_and_a_short_ones_absence_is_found_sooner() -> None:
+    """The limit follows the longest step that is expected, within a floor and what is configured."""
+    dog = Watchdog(120.0)
+
+    assert [dog.limit(longest_s) for longest_s in (0.0, 0.02, 8.0, 60.0)] == [120.0, dog.floor_s, 80.0, 120.0]
+    assert Watchdog(5.0).limit(0.02) == 5.0
+    looks(dog, 7, True, 0.0, 40.0)
+    assert not dog.look(7, True, 40.05, longest_s=8.0)
+    assert dog.look(7, True, 40.1, longest_s=0.02)
+
+
 def test_a_wedged_engine_says_that_it_has_failed_and_its_requests_go_on_elsewhere(tmp_path: Path) -> None:
     """Heartbeats come from another thread, so silence would never tell: the state does, and why."""
 

@@ -112,3 +112,33 @@ def test_a_reset_breaks_the_connections_of_a_node() -> None:
         await connect(proxy.port, "decode-0-control")
 
     through(scenario)
+
+
+def test_a_plain_end_of_one_side_is_passed_on_and_the_other_goes_on() -> None:
+    """A client that has said all still hears the rest, and then the end: nothing is reset, also when all is slow."""
+
+    async def main() -> None:
+        heard = bytearray()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.extend(await reader.read(-1))  # up to the client's end
+            writer.write(b"y" * 300_000)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        proxy = Proxy("127.0.0.1", int(server.sockets[0].getsockname()[1]), seed=1)
+        proxy.delay = Delay(0.0, 0.01)
+        await proxy.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        try:
+            writer.write(b"x" * 200_000)
+            writer.write_eof()
+            answer = await asyncio.wait_for(reader.read(-1), 10.0)
+            assert (len(heard), len(answer)) == (200_000, 300_000)
+        finally:
+            writer.close()
+            await proxy.stop()
+            server.close()
+
+    asyncio.run(main())

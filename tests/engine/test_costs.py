@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -164,3 +165,17 @@ def test_any_history_gives_a_usable_chunk(
 
     assert predicted is None or predicted >= 0.0
     assert min(8, limit) <= count <= limit
+
+
+def test_the_longest_step_is_unknown_until_one_of_half_its_size_was_measured() -> None:
+    """A line through small steps says nothing of a step that is a hundred times as large."""
+    costs = StepCosts()
+    for tokens, context in itertools.product((1, 2, 3, 4) * 5, (20, 500)):
+        costs.observe(Work(tokens, tokens * context), 0.01 + 0.001 * tokens)
+    assert costs.longest_s(512, 4096) is None
+
+    for start in (0, 256, 512):
+        costs.observe(run_work(start, 256), 0.266)
+
+    longest = costs.longest_s(512, 4096)
+    assert longest is not None and 0.4 <= longest <= 0.7

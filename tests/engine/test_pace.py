@@ -58,3 +58,17 @@ def test_a_higher_class_starts_first_and_a_lower_one_gives_way(tmp_path: Path) -
     run(core, each=lambda result: first.extend(key.request_id for key, _ in result.ended))
 
     assert first == ["now", "agent", "batch", "late"]
+
+
+def test_a_pace_that_no_step_can_keep_does_not_make_them_run_one_by_one(tmp_path: Path) -> None:
+    """Served one after another they would be late all the same, and the last one the more."""
+    core = paced(tmp_path, pace_s={0: 0.002})
+    core.add(sequence("warm", prompt(500, 9), max_tokens=30))
+    run(core)
+    for number in range(8):
+        core.add(sequence(f"s{number}", prompt(20, number), max_tokens=200))
+        core.step()
+    for _ in range(60):
+        core.step()
+
+    assert core.load()["running"] == 8
