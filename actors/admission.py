@@ -118,8 +118,8 @@ class AdmissionActor(Actor):
         )
 
     async def start(self) -> None:
-        """Join the queue group of native requests."""
-        for api in NATIVE_APIS:
+        """Join the queue group of native requests, unless this is the admission of one node alone."""
+        for api in () if self.context.private else NATIVE_APIS:
             await self.context.subscribe(subjects.requests(api), self._on_native, queue=subjects.QUEUE_ADMISSION)
         await self.context.subscribe(subjects.acks_of(self.ref), self._on_native_ack)
         await self._where.index.start()
@@ -617,10 +617,13 @@ class AdmissionActor(Actor):
         return refusal(engine, predicted_s, least_s, remaining_s, slo_s)
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
-        """Take one on another node where there is one: no single death takes owner and detokenizer."""
-        members = self._members("detokenize")
-        elsewhere = [e for e in members if e.node != self.context.node]
-        return least_loaded(elsewhere or members, self._sent_since(self.clock.now()), self.clock.now())
+        """Take one on another node where there is one: no single death takes owner and detokenizer.
+
+        For the requests of this node's edge that is in vain, which end with it: they take the way that is shortest.
+        """
+        members, here = self._members("detokenize"), self.context.node
+        wanted = [e for e in members if (e.node == here) == self.context.private]
+        return least_loaded(wanted or members, self._sent_since(self.clock.now()), self.clock.now())
 
     def _sent_since(self, now: float) -> Mapping[Ref, int]:
         engines = [e.ref for kind in ("prefill", "decode", "both") for e in self._members(kind)]

@@ -71,9 +71,12 @@ class Watch:
         self._changed.set()
 
     def live(self, *kinds: str) -> list[Seen]:
-        """Return the actors that were heard of lately, of these kinds or of all."""
+        """Return the actors that were heard of lately, of these kinds or of all; of kinds, not the edge's own ones."""
         now = self._now()
-        found = [s for s in self.seen.values() if now - s.t < STALE_S and (not kinds or s.beat.ref.kind in kinds)]
+        found = [
+            s for s in self.seen.values()
+            if now - s.t < STALE_S and (not kinds or (s.beat.ref.kind in kinds and not s.beat.private))
+        ]  # fmt: skip
         return sorted(found, key=lambda s: s.name)
 
     def ready(self, *kinds: str) -> list[Seen]:

@@ -20,6 +20,7 @@ from schemas.tenants import DEFAULT_TENANT
 
 DEADLINE_GRACE_S = 0.7  # R4: everybody before the edge has had its chance to end the request
 ACK_EVERY_S = 0.1  # well below the time after which senders repeat
+NEAR_OPEN = 4  # with fewer requests open, this node's own admission is asked; with more, the work is spread
 MAX_OPEN = 4096
 MAX_CANCELLING = 16_384
 
@@ -300,10 +301,14 @@ class Exchange:
     def _submit(self, request: OpenRequest) -> bool:
         """Ask an admission actor; False if there is none."""
         context = self._context
-        candidates = [m.ref for m in context.membership.members("admission")]
+        members = context.membership.members("admission")
+        near = frozenset(m.ref for m in members if m.private)
         self._turn += 1
         accepted = request.inflight.accepted
-        target = request.submission.choose(candidates, self._turn, accepted.backup if accepted is not None else None)
+        target = request.submission.choose(
+            [m.ref for m in members], self._turn, accepted.backup if accepted is not None else None,
+            near=near, busy=len(self._open) >= NEAR_OPEN,
+        )  # fmt: skip
         if target is None:
             return False
         now = context.clock.now()

@@ -29,11 +29,22 @@ class Submission:
     retry_at: float = 0.0
     floor: int = 0  # acceptances of earlier terms came from an owner that is gone
 
-    def choose(self, candidates: Sequence[Ref], turn: int, backup: Ref | None = None) -> Ref | None:
+    def choose(
+        self,
+        candidates: Sequence[Ref],
+        turn: int,
+        backup: Ref | None = None,
+        *,
+        near: frozenset[Ref] = frozenset(),
+        busy: bool = False,
+    ) -> Ref | None:
         """Return whom to ask next: one that was not asked, else one other than the last, else any.
 
-        The first one after an owner's death is its `backup`, which holds the request already.
+        The first one after an owner's death is its `backup`, which holds the request already. A `near` one is asked
+        first if this node is not `busy`, and otherwise only where there is no other.
         """
+        first = self.target is None and not busy
+        candidates = [c for c in candidates if (c in near) == first] or candidates
         if backup in candidates and backup != self.target and self.awaiting and self.wait_s == ACCEPT_WAIT_S:
             return backup
         fresh = [c for c in candidates if c not in self.asked]

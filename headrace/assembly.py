@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import importlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from runtime.node import Node
 
 Factory = Callable[["Context"], "Actor"]
+
+JOIN_AFTER_S = 2.0  # by then the rest of the instance has mostly started too
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,27 @@ async def build_node(
     for kind in kinds:
         node.add(kind, actor_id, factory(kind, parts))
     return node
+
+
+async def join_later(
+    node: Node, kinds: Sequence[str], settings: Settings, *, actor_id: str, done: Callable[[], None]
+) -> None:
+    """Let private actors join a node that runs: its start does not wait for what they import and load.
+
+    Args:
+        node: the running node.
+        kinds: of the actors that join.
+        settings, actor_id: as of `build_node`.
+        done: called when all of them have started.
+    """
+    model = served.model_path(settings)
+    parts = Parts(settings, model, served.model_names(settings, model))
+    await node.clock.sleep(JOIN_AFTER_S)
+    for module in (f"actors.{kind}" for kind in kinds):
+        await asyncio.get_running_loop().run_in_executor(None, importlib.import_module, module)
+    for kind in kinds:
+        await node.join(kind, actor_id, factory(kind, parts), private=True)
+    done()
 
 
 def factory(kind: str, parts: Parts) -> Factory:

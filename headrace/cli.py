@@ -112,6 +112,9 @@ def actor(
     bus: BusUrl = None,
     node: Annotated[str | None, typer.Option(help="Name of this node (default: made up).")] = None,
     actor_id: Annotated[str | None, typer.Option("--id", help="Id of its actors (default: the node's name).")] = None,
+    private: Annotated[
+        list[str] | None, typer.Option(help="One more kind, for this node's other actors alone; may be repeated.")
+    ] = None,
     model: Model = None,
     served_model_name: ModelName = None,
     engine: Engine = None,
@@ -155,7 +158,7 @@ def actor(
     )
     from headrace.commands.actor import run
 
-    sys.exit(run(_with_bus(loaded), kinds, node=node, actor_id=actor_id))
+    sys.exit(run(_with_bus(loaded), kinds, node=node, actor_id=actor_id, private=private or []))
 
 
 @app.command()

@@ -15,10 +15,14 @@ LIGHT_NODES = 2  # a light node may die; another one takes its requests over
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """A node by name, and the kinds of the actors that it hosts."""
+    """A node by name, and the kinds of the actors that it hosts.
+
+    `private` ones join them once the node is ready, and work for them alone.
+    """
 
     name: str
     kinds: tuple[str, ...]
+    private: tuple[str, ...] = ()
 
     @property
     def is_engine(self) -> bool:
@@ -37,10 +41,12 @@ def plan_nodes(settings: Settings) -> list[NodePlan]:
     if settings.isolate:
         light = [NodePlan(f"{kind}-{i}", (kind,)) for kind in LIGHT_KINDS for i in range(LIGHT_NODES)]
         store = [*stores_alone, NodePlan("transfer-0", ("transfer",))]
+        edge = NodePlan("edge", ("edge",))
     else:
         light = [NodePlan(f"light-{i}", LIGHT_KINDS) for i in range(LIGHT_NODES)]
         store = [NodePlan("kv-0", ("kv", "transfer")), *stores_alone[1:]]
-    return [*store, *engines, *light, NodePlan("edge", ("edge",))]
+        edge = NodePlan("edge", ("edge",), LIGHT_KINDS)
+    return [*store, *engines, *light, edge]
 
 
 def drain_order(plans: list[NodePlan]) -> list[list[NodePlan]]:

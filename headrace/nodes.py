@@ -43,6 +43,7 @@ def node_spec(plan: NodePlan, settings: Settings, env: Mapping[str, str], logs: 
         logs: directory for its output.
     """
     argv = (sys.executable, "-m", "headrace.cli", "actor", *plan.kinds, "--bus", settings.bus_url, "--node", plan.name)
+    argv += tuple(f"--private={kind}" for kind in plan.private)
     limit = min(EDGE_FROZEN_KILL_S, settings.frozen_kill_s) if "edge" in plan.kinds else settings.frozen_kill_s
     return NodeSpec(
         plan.name, argv, env=dict(env), kinds=plan.kinds, frozen_kill_s=limit, log=logs / f"{plan.name}.log"

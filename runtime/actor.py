@@ -25,6 +25,7 @@ class Context(Protocol):
     clock: Clock
     membership: Membership
     telemetry: Telemetry
+    private: bool  # works for this node alone: joins no queue group, and other nodes do not choose it
 
     @property
     def bus_ok(self) -> bool:

@@ -36,6 +36,7 @@ class ActorContext:
     tasks: Tasks
     well: Callable[[], bool]
     neighbours: Neighbours
+    private: bool = False
     mailbox: Mailbox | None = None
     subscriptions: list[Subscription] = field(default_factory=list)
     shared: list[Subscription] = field(default_factory=list)  # in queue groups: given up at once by a drain

@@ -28,6 +28,7 @@ class Beat:
     reason: str
     load: dict[str, Any]
     steps: Callable[[], int | None]
+    private: bool = False
 
 
 class Sender(Protocol):
@@ -62,6 +63,7 @@ class BeatSource:
             message = Heartbeat(
                 ref=beat.ref, node=self._node, host=self._host, pid=self._pid, seq=self._seq, sent_at=wall,
                 state=beat.state, reason=beat.reason, loop_lag_s=self._lag(), load=load,
+                private=beat.private,
             )  # fmt: skip
             try:
                 bus.publish(heartbeat(beat.ref.kind, beat.ref.id), encode(message, beat.ref))

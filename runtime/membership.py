@@ -44,6 +44,7 @@ class Member:
     seq: int = 0
     loop_lag_s: float = 0.0
     skewed: bool = False  # its clock is more than 200 ms from the median
+    private: bool = False  # it works for its own node alone
 
     @property
     def up(self) -> bool:
@@ -106,7 +107,7 @@ class MembershipView:
         member = Member(
             ref, beat.node, beat.host, beat.pid, beat.state, beat.load, now,
             reason=beat.reason, seq=beat.seq, loop_lag_s=beat.loop_lag_s,
-            skewed=abs(self.skew(beat.node)) > MAX_SKEW_S,
+            skewed=abs(self.skew(beat.node)) > MAX_SKEW_S, private=beat.private,
         )  # fmt: skip
         self._members[ref] = member
         if old is not None:
@@ -185,12 +186,18 @@ class MembershipView:
 
     # --- questions -------------------------------------------------------------------------------------
 
-    def members(self, kind: str | None = None, *, states: Iterable[str] = ("ready",)) -> list[Member]:
-        """Return who is up, in one of `states` and with a right clock, ordered by address."""
+    def members(
+        self, kind: str | None = None, *, states: Iterable[str] = ("ready",), asker: str = ""
+    ) -> list[Member]:
+        """Return who is up, in one of `states` and with a right clock, ordered by address.
+
+        Of one kind, those are left out that work for another node than the `asker` alone.
+        """
         wanted = frozenset(states)
         found = [
             m for m in self._members.values()
-            if m.up and not m.skewed and m.state in wanted and (kind is None or m.ref.kind == kind)
+            if m.up and not m.skewed and m.state in wanted
+            and (kind is None or (m.ref.kind == kind and (not m.private or m.node == asker)))
         ]  # fmt: skip
         return sorted(found, key=lambda m: m.ref)
 
@@ -304,8 +311,8 @@ class Membership:
                     _log.error("a membership listener failed: %r", exc, exc_info=exc)
 
     def members(self, kind: str | None = None, *, states: Iterable[str] = ("ready",)) -> list[Member]:
-        """Return who is up and in one of `states`, ordered by address."""
-        return self.view.members(kind, states=states)
+        """Return who is up and in one of `states`, ordered by address; of one kind, whom this node may choose."""
+        return self.view.members(kind, states=states, asker=self._node)
 
     def get(self, ref: Ref) -> Member | None:
         """Return what is known of an incarnation."""

@@ -113,19 +113,45 @@ class Node:
 
     # --- assembling ------------------------------------------------------------------------------------
 
-    def add(self, kind: str, actor_id: str, factory: Callable[[Context], Actor]) -> Ref:
-        """Host one more actor, made by `factory`; before `start`. Returns the address of this incarnation."""
+    def add(
+        self, kind: str, actor_id: str, factory: Callable[[Context], Actor], *, private: bool = False
+    ) -> Ref:
+        """Host one more actor, made by `factory`; before `start`. Returns the address of this incarnation.
+
+        A private one works for this node's other actors alone.
+        """
+        return self._make(kind, actor_id, factory, private).actor.ref
+
+    def _make(self, kind: str, actor_id: str, factory: Callable[[Context], Actor], private: bool) -> _Hosted:
         ref = Ref(kind, actor_id, self.clock.random_hex(8))
         context = ActorContext(
             ref, self.name, self.host, self.clock, self.membership, self.telemetry,
-            self.control, self.stream, self.tasks, self.well, self.neighbours,
+            self.control, self.stream, self.tasks, self.well, self.neighbours, private,
         )  # fmt: skip
         actor = factory(context)
         mailbox = context.mailbox = Mailbox(actor, self.clock, self.telemetry)
         mailbox.on_error = self._report
         self.neighbours.add(actor, mailbox)
-        self._hosted.append(_Hosted(actor, context, mailbox))
-        return ref
+        hosted = _Hosted(actor, context, mailbox)
+        self._hosted.append(hosted)
+        return hosted
+
+    async def join(self, kind: str, actor_id: str, factory: Callable[[Context], Actor], *, private: bool) -> None:
+        """Host one more actor while the node runs; one that does not start says `failed` in its heartbeats.
+
+        Args:
+            kind, actor_id, factory, private: as of `add`.
+        """
+        hosted = self._make(kind, actor_id, factory, private)
+        await self._open(hosted)
+        await self.control.flush()
+        await self.stream.flush()
+        try:
+            await self._start_actor(hosted)
+        except Exception as exc:
+            self._report(exc)
+        self._take_snapshot()
+        self._sender.kick()
 
     @property
     def refs(self) -> list[Ref]:
@@ -193,7 +219,7 @@ class Node:
         subscriptions, shared = hosted.context.subscriptions, hosted.context.shared
         subscriptions.append(await self.control.subscribe(actor.ref.subject, put))
         subscriptions.append(await self.stream.subscribe(hot(actor.ref), put))
-        if type(actor).anycast:
+        if type(actor).anycast and not hosted.context.private:
             kind = actor.ref.kind
             shared.append(await self.control.subscribe(anycast(kind), put, queue=kind))
 
@@ -270,6 +296,8 @@ class Node:
         self._end(0)
 
     async def _drain_actor(self, hosted: _Hosted) -> None:
+        if hosted.context.private:
+            return  # its neighbours take nothing new; what they have is finished where it is
         shared, hosted.context.shared = hosted.context.shared, []
         for subscription in shared:
             await subscription.unsubscribe()
@@ -350,7 +378,7 @@ class Node:
             state, reason = actor.state, actor.reason
             if abs(skew) > MAX_SKEW_S and state == "ready":
                 state, reason = "failed", f"{SKEWED} {skew * 1000:.0f} ms from the others"
-            beats.append(Beat(actor.ref, state, reason, self._load(hosted), _steps_of(actor)))
+            beats.append(Beat(actor.ref, state, reason, self._load(hosted), _steps_of(actor), hosted.context.private))
         self._source.beats = tuple(beats)
         eased = [b for h, b in zip(self._hosted, beats, strict=True) if h.actor.tells_ease and self._has_eased(b)]
         return bool(eased) or any(before.get(b.ref) != b.state for b in beats)

@@ -291,7 +291,7 @@ class Supervisor:
         if child is None or not child.running or kept.killing:
             return
         # A clock that differs is no fault of the process: a new one would have the same.
-        members = [m for m in self._members_of(kept.spec.name, child.pid) if m.up and not m.skewed]
+        members = [m for m in self._members_of(kept.spec.name, child.pid) if m.up and not m.skewed and not m.private]
         failed = next((m for m in members if m.state == "failed" and not m.reason.startswith(SKEWED)), None)
         if failed is None:
             kept.failed_since = None
@@ -414,8 +414,9 @@ class Supervisor:
         return rows
 
     def _is_ready(self, kept: _Kept, members: list[Member]) -> bool:
-        ready = {m.ref.kind for m in members if m.up and m.state == "ready"}
-        return ready.issuperset(kept.spec.kinds) and all(m.state == "ready" for m in members)
+        needed = [m for m in members if not m.private]  # the others only spare a node a way
+        ready = {m.ref.kind for m in needed if m.up and m.state == "ready"}
+        return ready.issuperset(kept.spec.kinds) and all(m.state == "ready" for m in needed)
 
     async def wait_ready(self, limit_s: float) -> bool:
         """Wait until every child is ready; false if that takes longer than `limit_s` or a child is in a crash loop."""

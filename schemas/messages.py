@@ -693,6 +693,7 @@ class Heartbeat(Message):
     reason: str = ""
     loop_lag_s: float = 0.0
     load: dict[str, Any] = Field(default_factory=dict)
+    private: bool = False  # it works for its own node alone: others do not choose it
 
 
 class ExitNotice(Message):

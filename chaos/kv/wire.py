@@ -100,6 +100,7 @@ class WireContext:
         self.clock: Clock = wire.clock
         self.membership = Membership(wire.clock)
         self.telemetry = telemetry
+        self.private = False
         self._wire = wire
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import tempfile
 from collections.abc import Coroutine
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, assert_never
 from chaos.history import Event, Recorder
 from chaos.judge import Verdict, judge
 from chaos.virtual.clients import SCRIPT, EdgeClient, NativeClient
-from chaos.virtual.nodes import MODEL, Nodes, at_once
+from chaos.virtual.nodes import LIGHT, MODEL, Nodes, at_once
 from chaos.virtual.plan import SETTLE_S, Arrival, Blow, StormPlan
 from chaos.virtual.system import MemorySystem
 from edge.actor import EdgeActor
@@ -22,7 +23,9 @@ from runtime.virtual_clock import VirtualClock, run_virtual
 
 
 class StormNodes(Nodes):
-    """The nodes of a storm, an edge without sockets among them."""
+    """The nodes of a storm, an edge without sockets among them; beside light nodes it has its own light actors."""
+
+    private: tuple[str, ...] = ()
 
     def make(self, kind: str, number: int) -> Node:
         """Make a node."""
@@ -31,6 +34,8 @@ class StormNodes(Nodes):
         name = f"edge-{number}"
         node = self.nodes[name] = self.system.node(name)
         node.add("edge", str(number), lambda context: EdgeActor(context, models=(MODEL,), listen=False))
+        for each in self.private:
+            node.add(each, name, functools.partial(self._actor, each), private=True)
         return node
 
 
@@ -222,6 +227,7 @@ def run_storm(plan: StormPlan, history: Path | None = None) -> tuple[Verdict, li
                 system.broker.re_raise = True  # errors are kept for the end of the storm
                 system.broker.faults["outside"] = Faults()
                 nodes = StormNodes(system, Path(directory), lambda: ScriptedRunner(SCRIPT))
+                nodes.private = LIGHT if "light" in plan.layout else ()
                 for kind, count in plan.layout.items():
                     for number in range(count):
                         nodes.make(kind, number)

@@ -7,11 +7,12 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.bus_access import BusAccessError
 from headrace.checks import StartError
-from headrace.layout import KINDS
+from headrace.layout import KINDS, LIGHT_KINDS
 from schemas.errors import HeadraceError
 from schemas.settings import Loaded, Settings
 from schemas.subjects import token
@@ -21,13 +22,18 @@ EXIT_FAILED = 1
 POOL_OWNERS = ("prefill", "decode", "both", "kv")
 
 
-def run(loaded: Loaded, kinds: list[str], *, node: str | None, actor_id: str | None) -> int:
-    """Host actors of these kinds until the node has to end; returns the exit code."""
-    unknown = [kind for kind in kinds if kind not in KINDS]
+def run(
+    loaded: Loaded, kinds: list[str], *, node: str | None, actor_id: str | None, private: Sequence[str] = ()
+) -> int:
+    """Host actors of these kinds until the node has to end; returns the exit code.
+
+    The `private` kinds join them once they have started, and work for them alone.
+    """
+    unknown = [kind for kind in kinds if kind not in KINDS] + [kind for kind in private if kind not in LIGHT_KINDS]
     if unknown or not kinds:
         print(f"error: unknown kind {', '.join(unknown)}; known are {', '.join(KINDS)}", file=sys.stderr)
         return EXIT_USAGE
-    if len(set(kinds)) != len(kinds):
+    if len({*kinds, *private}) != len(kinds) + len(private):
         print("error: a node hosts one actor of a kind; name each kind once", file=sys.stderr)
         return EXIT_USAGE
     name = node or f"{kinds[0]}-{os.urandom(3).hex()}"
@@ -37,10 +43,10 @@ def run(loaded: Loaded, kinds: list[str], *, node: str | None, actor_id: str | N
     except ValueError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return EXIT_USAGE
-    return _serve(loaded.settings, kinds, name, actor_id or name)
+    return _serve(loaded.settings, kinds, private, name, actor_id or name)
 
 
-def _serve(settings: Settings, kinds: list[str], name: str, actor_id: str) -> int:
+def _serve(settings: Settings, kinds: list[str], private: Sequence[str], name: str, actor_id: str) -> int:
     from setproctitle import setproctitle
 
     from runtime.telemetry import route_standard_logging
@@ -51,7 +57,7 @@ def _serve(settings: Settings, kinds: list[str], name: str, actor_id: str) -> in
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_main(settings, kinds, name, actor_id))
+            return runner.run(_main(settings, kinds, private, name, actor_id))
     except (HeadraceError, StartError, BusAccessError) as exc:
         print(f"error: {name}: {exc}", file=sys.stderr)
         return EXIT_FAILED
@@ -59,8 +65,8 @@ def _serve(settings: Settings, kinds: list[str], name: str, actor_id: str) -> in
         return 130
 
 
-async def _main(settings: Settings, kinds: list[str], name: str, actor_id: str) -> int:
-    from headrace.assembly import build_node
+async def _main(settings: Settings, kinds: list[str], private: Sequence[str], name: str, actor_id: str) -> int:
+    from headrace.assembly import build_node, join_later
     from runtime.clock import SystemClock
 
     clock = SystemClock()
@@ -72,7 +78,13 @@ async def _main(settings: Settings, kinds: list[str], name: str, actor_id: str) 
     node = await build_node(kinds, settings, name=name, actor_id=actor_id, clock=clock, on_wait=waiting)
     if sys.stdout.isatty():
         clock.spawn(_announce(node, clock), name="announce")
-    return await node.run(on_started=_settle)
+
+    def started() -> None:
+        _settle()
+        if private:
+            node.tasks.spawn(join_later(node, private, settings, actor_id=actor_id, done=_settle), name="join")
+
+    return await node.run(on_started=started)
 
 
 def _reap(settings: Settings, kinds: list[str], actor_id: str) -> None:

@@ -76,6 +76,7 @@ def row(beat: Heartbeat) -> dict[str, Any]:
         "epoch": beat.ref.epoch,
         "state": beat.state,
         "reason": beat.reason,
+        "private": beat.private,
         "running": beat.load.get("running", 0),
         "waiting": beat.load.get("waiting", 0),
         "load": beat.load,
@@ -85,7 +86,8 @@ def row(beat: Heartbeat) -> dict[str, Any]:
 def silent_row(child: ChildReport) -> dict[str, Any]:
     """Return the row of a process that does not run: it has no actors now."""
     empty: dict[str, Any] = {"kind": "", "id": "", "node": child.name, "host": "", "pid": child.pid, "epoch": ""}
-    return {**empty, "state": child.state, "reason": why(child), "running": 0, "waiting": 0, "load": {}}
+    empty |= {"private": False, "running": 0, "waiting": 0, "load": {}}
+    return {**empty, "state": child.state, "reason": why(child)}
 
 
 def why(child: ChildReport) -> str:
@@ -129,6 +131,7 @@ def show(settings: Settings, *, as_json: bool) -> None:
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for entry in rows:
         said = entry["reason"] if entry["kind"] else ""  # of a process that is gone the history says it
+        said = said or ("for its node alone" if entry["private"] else "")
         state = entry["state"] + (f" ({said})" if said else "")
         colour = STATE_COLOURS.get(entry["state"], "white")
         table.add_row(

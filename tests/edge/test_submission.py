@@ -25,6 +25,19 @@ def test_silence_is_answered_by_asking_another_under_a_higher_term() -> None:
     assert s.choose([], 0) is None
 
 
+def test_this_nodes_own_admission_is_asked_first_unless_the_edge_is_busy() -> None:
+    """A repetition goes elsewhere, and with nobody else around it serves a busy edge too."""
+    near = frozenset({B})
+    quiet, busy = Submission(0.0), Submission(0.0)
+
+    assert [quiet.choose([A, B, C], turn, near=near) for turn in range(3)] == [B, B, B]
+    assert [busy.choose([A, B, C], turn, near=near, busy=True) for turn in range(3)] == [A, C, A]
+    assert busy.choose([B], 0, near=near, busy=True) == B
+    quiet.sent(B, 0.0)
+    assert quiet.choose([A, B], 0, near=near) == A
+    assert Submission(0.0).choose([A, C], 0, near=near) in (A, C), "it may have gone meanwhile"
+
+
 def test_an_acceptance_ends_the_asking() -> None:
     """Also one of an earlier try; the fences decide who serves."""
     s = Submission(0.0)

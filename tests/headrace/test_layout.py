@@ -9,7 +9,7 @@ import pytest
 
 from headrace.embedded_nats import BusServer
 from headrace.layout import KINDS, cores_of, drain_order, explain, plan_nodes, threads_per_engine
-from headrace.nodes import bus_spec, bus_threads
+from headrace.nodes import bus_spec, bus_threads, node_spec
 from schemas.settings import Settings, load
 
 
@@ -27,6 +27,16 @@ def test_the_default_is_two_decode_two_light_nodes_a_store_and_an_edge_alone() -
         ("light-1", ("admission", "tokenize", "detokenize")),
         ("edge", ("edge",)),
     ]
+
+
+def test_the_edge_has_light_actors_of_its_own_unless_each_actor_is_alone() -> None:
+    """They are not counted: two light nodes are there for everybody."""
+    default, isolated = plan_nodes(settings_of()), plan_nodes(settings_of(isolate=True))
+
+    assert [(p.name, p.private) for p in default if p.private] == [("edge", ("admission", "tokenize", "detokenize"))]
+    assert not any(p.private for p in isolated)
+    argv = node_spec(default[-1], settings_of(bus_url="nats://h:1"), {}, Path("/tmp")).argv
+    assert [a for a in argv if "private" in a] == [f"--private={k}" for k in ("admission", "tokenize", "detokenize")]
 
 
 def test_isolation_gives_each_actor_a_node_and_keeps_two_of_each_light_kind() -> None:

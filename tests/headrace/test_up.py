@@ -142,10 +142,14 @@ def test_the_printed_curl_is_answered_as_it_stands(up: Up) -> None:
 
 def test_ps_shows_every_actor_of_the_layout_with_its_process(up: Up) -> None:
     """One row per actor; the processes are the instance's own."""
+    light = ["admission", "tokenize", "detokenize"]
+    until(lambda: [r["state"] for r in up.rows() if r["private"]] == ["ready"] * len(light))  # they join a little later
     rows = up.rows()
+    assert sorted(r["kind"] for r in rows if r["private"]) == sorted(light)
+    assert {r["node"] for r in rows if r["private"]} == {"edge"}
+    rows = [row for row in rows if not row["private"]]
 
     kinds = sorted(row["kind"] for row in rows)
-    light = ["admission", "tokenize", "detokenize"]
     assert kinds == sorted([*light, *light, "edge", "kv", "transfer", "decode", "decode"])
     assert {row["pid"] for row in rows} <= {p.pid for p in up.descendants()}
     assert {row["state"] for row in rows} == {"ready"}
@@ -199,6 +203,25 @@ def test_an_actor_started_by_hand_takes_part_and_leaves_when_asked(up: Up) -> No
 
     assert process.wait(20) == 0
     assert not any(r["id"] == "decode-extra" for r in up.rows())
+
+
+def test_a_single_request_takes_the_short_way_and_survives_without_any_light_node(up: Up) -> None:
+    """The edge's own light actors serve it: with both light nodes dead at once, requests are answered as before."""
+    until(lambda: sum(r["private"] and r["state"] == "ready" for r in up.rows()) == 3)
+    expected = up.chat("hello", max_tokens=12)
+    lights = {r["pid"] for r in up.rows() if r["node"].startswith("light-")}
+    assert len(lights) == 2
+
+    for pid in lights:
+        os.kill(pid, signal.SIGKILL)
+    answers = [up.chat("hello", max_tokens=12) for _ in range(3)]
+
+    assert answers == [expected] * 3
+    page = urllib.request.urlopen(f"http://127.0.0.1:{up.port}/metrics", timeout=10).read().decode()
+    ended = [line for line in page.splitlines() if line.startswith("headrace_requests_total{")]
+    assert any('node="edge"' in line and float(line.rsplit(" ", 1)[1]) >= 4 for line in ended), ended
+    until(lambda: {r["pid"] for r in up.rows() if r["node"].startswith("light-")}.isdisjoint(lights))
+    until(lambda: {r["state"] for r in up.rows()} == {"ready"} and len(up.rows()) == 14)
 
 
 def test_a_killed_node_is_started_again_and_named(up: Up) -> None:

@@ -9,9 +9,10 @@ from runtime.actor import Actor
 from runtime.memory_bus import Faults
 from runtime.node import Node
 from runtime.virtual_clock import VirtualClock, run_virtual
+from schemas.codec import encode
 from schemas.items import ITEMS
 from schemas.messages import CancelAck, Message, SubmitCancel
-from schemas.subjects import Ref, hot
+from schemas.subjects import Ref, anycast, hot
 from tests.support.memory_system import MemorySystem
 
 
@@ -135,6 +136,75 @@ def test_an_idle_stateless_neighbour_is_asked_first_and_a_busy_one_like_all_othe
             boss.context.anycast("clerk", SubmitCancel(request_id="any"))
         await system.clock.sleep(0.01)
         assert len(far.got) > at_once
+
+    play(scenario)
+
+
+def test_a_private_actor_works_for_its_own_node_alone() -> None:
+    """Its neighbours choose it, others do not see it among its kind, and no question of theirs is drawn for it."""
+
+    async def scenario(system: MemorySystem) -> None:
+        one, two = system.node("one"), system.node("two")
+        one.add("boss", "boss", Boss)
+        two.add("clerk", "far", Clerk)
+        await system.start()
+        await one.join("clerk", "near", Clerk, private=True)
+        await system.clock.sleep(0.5)
+        near, far = one.actors[1], two.actors[0]
+        assert isinstance(near, Clerk) and isinstance(far, Clerk) and near.state == "ready"
+        assert [m.ref for m in one.membership.members("clerk")] == [far.ref, near.ref]
+        assert [m.ref for m in two.membership.members("clerk")] == [far.ref]
+        assert near.ref in {m.ref for m in two.membership.members()}, "its death matters to all"
+        for _ in range(30):
+            system.outside.publish(anycast("clerk"), encode(SubmitCancel(request_id="any")))
+        await system.clock.sleep(0.01)
+        assert len(far.got) == 30 and not near.got
+        one.actors[0].context.anycast("clerk", SubmitCancel(request_id="any"))
+        await system.clock.sleep(0.01)
+        assert len(near.got) == 1
+
+    play(scenario)
+
+
+def test_a_node_that_drains_lets_its_private_actors_finish() -> None:
+    """They stay ready for what their neighbours still have, and the node waits for them."""
+
+    async def scenario(system: MemorySystem) -> None:
+        one = system.node("one")
+        one.add("boss", "boss", Boss)
+        await system.start()
+        await one.join("clerk", "near", Clerk, private=True)
+        near = one.actors[1]
+        assert isinstance(near, Clerk)
+        near.busy = True
+        one.request_drain()
+        await system.clock.sleep(1.0)
+        assert (one.actors[0].state, near.state) == ("draining", "ready")
+        near.busy = False
+        assert await one.wait() == 0
+
+    play(scenario)
+
+
+def test_an_actor_that_cannot_join_says_why_and_harms_nobody() -> None:
+    """Its neighbours go on without it."""
+
+    told: list[str] = []
+
+    class Broken(Clerk):
+        async def start(self) -> None:
+            raise RuntimeError("no vocabulary")
+
+    async def scenario(system: MemorySystem) -> None:
+        one = system.node("one")
+        one.on_error = lambda error: told.append(str(error))
+        one.add("boss", "boss", Boss)
+        await system.start()
+        await one.join("clerk", "near", Broken, private=True)
+        await system.clock.sleep(0.5)
+        assert [a.state for a in one.actors] == ["ready", "failed"] and told == ["no vocabulary"]
+        found = one.membership.get(one.refs[1])
+        assert found is not None and found.reason == "no vocabulary"
 
     play(scenario)
 
