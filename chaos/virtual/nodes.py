@@ -140,8 +140,8 @@ class Nodes:
             if any(held.values()) or a.stepped.core.pool.in_use:
                 out.append(f"{a.ref}: {held}, {a.stepped.core.pool.in_use} blocks in use")
         for name, node in self.nodes.items():
-            if not self.system.is_gone(name) and not all(a.idle for a in node.actors):
-                out.append(f"{name} is not idle")
+            if not self.system.is_gone(name):
+                out += [f"{name} is not idle: {actor.ref} {actor.load()}" for actor in node.actors if not actor.idle]
         return out
 
     async def rest(self, *, limit_s: float = 2.0) -> None:
