@@ -157,6 +157,10 @@ class DetokenizeActor(Actor):
             session.reopen(msg)
             session.former = {r for r in session.former if self._may_speak(r)}
             self._tell_former(session, now)
+            if session.ended and not session.silent:
+                # Its owner does not know, or no more: one whose answer is complete may be asked again by a late try.
+                session.finished_acked = False
+                self._tell_owner(session, now)
         else:
             if len(self._sessions) >= MAX_SESSIONS:
                 return  # the owner repeats, or chooses another

@@ -385,6 +385,35 @@ def test_a_request_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_late_try_of_a_request_that_has_ended_leaves_nothing_open(tmp_path: Path) -> None:
+    """Scenario: an owner dies at the end; its backup settles the account; then a try arrives that was sent before."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-1", PROMPT, 20)
+        await f.items(stream, 15)
+        inbox, stream.inbox = stream.inbox, ""  # what comes now is not acknowledged yet
+        f.freeze("admission-1")
+        await f.system.clock.sleep(0.15)  # its end is not said to anybody else yet
+        await f.kill("admission-1", again_after_s=None)
+        await f.system.until(lambda: not f.actor("admission-0").statistics()["records_held"], limit_s=2.0)
+        await f.system.until(lambda: f.actor("admission-0").idle, limit_s=2.0)
+        wall = f.system.clock.wall()
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        again = m.Submit(
+            request_id=stream.request_id, api="completion", body=body, deadline=wall + 60.0, accept_by=wall + 2.0,
+            reply=ReplyTo(subject=inbox, mode="inbox", encoding="json"), term=1,
+        )  # fmt: skip
+        f.system.send(f.actor("admission-0").ref, again)
+        await f.system.clock.sleep(1.0)
+        stream.inbox = inbox
+        await f.end(stream, limit_s=2.0)
+        check(stream, PROMPT, 20)
+        await f.rest(limit_s=2.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 def test_the_account_of_a_request_whose_owner_died_is_written_once(tmp_path: Path) -> None:
     """Scenario: the owner dies with its last `Finished` unread: the detokenizer tells the backup."""
 
