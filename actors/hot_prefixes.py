@@ -24,9 +24,11 @@ STAGES = tuple(n for n in range(2, 1025) if n < 8 or n % (1 << n.bit_length() - 
 class HotPrefixes:
     """Decaying counts of chains of block hashes by the last hash of each stage."""
 
-    def __init__(self, *, half_life_s: float = HALF_LIFE_S, most: int = MOST_COUNTED) -> None:
-        """Start empty."""
-        self._half_life_s, self._most = half_life_s, most
+    def __init__(
+        self, *, half_life_s: float = HALF_LIFE_S, most: int = MOST_COUNTED, stages: Sequence[int] = STAGES
+    ) -> None:
+        """Start empty; `stages` are lengths in blocks, ascending."""
+        self._half_life_s, self._most, self._stages = half_life_s, most, stages
         self._asked: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # count as of a time
 
     def __len__(self) -> int:
@@ -34,7 +36,7 @@ class HotPrefixes:
 
     def ask(self, hashes: Sequence[bytes], now: float) -> None:
         """Count a prompt whose stored prefix these are."""
-        for blocks in STAGES:
+        for blocks in self._stages:
             if blocks > len(hashes):
                 break
             key = hashes[blocks - 1]
@@ -51,7 +53,7 @@ class HotPrefixes:
             now: seconds on the caller's clock.
             senders: among how many counters like this one the requests are spread evenly.
         """
-        for blocks in reversed(STAGES):
+        for blocks in reversed(self._stages):
             if blocks <= len(hashes):
                 asks = senders * self._count(hashes[blocks - 1], now)
                 if asks >= LEAST_ASKS:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from actors.backlog import Backlog
 from actors.prefill_fit import PrefillFit
 from actors.ttft import Choice, Costs, PrefillCost, View
+from bench.replay.ahead import Ahead, Ordered, is_ahead
 from bench.replay.placements import make
 from bench.replay.store import Store, follow
 from bench.replay.trace import BLOCK_TOKENS, Arrival, Trace
@@ -74,6 +75,7 @@ class Outcome:
     busiest: float  # share of the requests that the busiest replica got
     growth: float  # mean of the last third over the mean of the first
     copied: float  # tokens copied from other replicas over all prompt tokens
+    ahead: float = 0.0  # tokens copied before anybody asked for them there, likewise
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ class Replay:
 
     def __init__(self, placement: str, fleet: Fleet, load: Load, seed: int = 1) -> None:
         """Make empty replicas."""
-        copies = placement == "ours+copies"
+        copies = "+copies" in placement
         self._fleet, self._load = fleet, load
         self._placement = make(placement, seed)
         self._copy = fleet.costs.copy if copies else None
@@ -134,7 +136,10 @@ class Replay:
         self._noise = random.Random(seed)
         self._factors = [math.exp(self._noise.gauss(0.0, fleet.noise)) for _ in load.trace.arrivals]
         self._ttft = [0.0] * len(load.trace.arrivals)
-        self._loaded = self._copied = 0
+        self._loaded = self._copied = self._ahead_tokens = 0
+        self._ahead: Ahead | None = None
+        if is_ahead(placement) and fleet.costs.copy is not None:
+            self._ahead = Ahead(list(self._replicas), fleet.costs.copy)
 
     def _replica(self, name: str) -> _Replica:
         store = Store(name, self._fleet.cache_tokens // BLOCK_TOKENS, self._fleet.eviction)
@@ -173,7 +178,8 @@ class Replay:
         arrival = self._load.trace.arrivals[position]
         self._hear(now)
         costs = replace(self._fleet.costs, prefill=self._fit.cost, copy=self._copy)
-        choice = self._placement.choose(list(self._views(arrival, now)), arrival.input_tokens, costs)
+        views = list(self._views(arrival, now))
+        choice = self._placement.choose(views, arrival.input_tokens, costs)
         self._backlog.sent(choice.name, choice.service_s, now)
         replica = self._replicas[choice.name]
         start = max(now, replica.until)
@@ -183,6 +189,8 @@ class Replay:
         replica.requests += 1
         replica.reports.append((now, end))
         self._ttft[position] = end - now
+        if self._ahead is not None:
+            self._spread(self._ahead.placed(arrival.hashes, views, costs, now), arrival, now)
         return end + self._decode_s(arrival)
 
     def _work(self, replica: _Replica, job: _Job) -> float:
@@ -205,6 +213,18 @@ class Replay:
         replica.news.append(_News(end, events, free, tokens - have, have, prefill))
         return brought + prefill
 
+    def _spread(self, ordered: Ordered | None, arrival: Arrival, now: float) -> None:
+        """Let a replica have a copy of a prompt's first blocks, as far as somebody has them."""
+        if ordered is None:
+            return
+        wanted = arrival.hashes[: ordered.blocks]
+        there = max(replica.store.prefix(wanted) for replica in self._replicas.values())
+        replica = self._replicas[ordered.to]
+        found = replica.store.use(wanted[:there])
+        self._ahead_tokens += BLOCK_TOKENS * (there - found)
+        events, free = replica.store.events.collect(), replica.store.free_blocks
+        replica.news.append(_News(now + ordered.seconds, events, free, 0, 0, 0.0))
+
     def _hear(self, now: float) -> None:
         """Take the last heartbeat of each replica before this moment, if it has not been heard."""
         number = int(now / HEARTBEAT_S)
@@ -218,7 +238,8 @@ class Replay:
             while replica.news and replica.news[0].at_s <= taken:
                 news = replica.news.popleft()
                 replica.free = news.free
-                self._fit.observe(news.new, news.prefix, news.seconds)
+                if news.new:
+                    self._fit.observe(news.new, news.prefix, news.seconds)
                 lost = [event for event in news.events if not self._index.apply(event)]
                 assert not lost, "the index missed an event"
 
@@ -227,6 +248,10 @@ class Replay:
         for name, replica in self._replicas.items():
             stored = min(known.get(name, 0) * BLOCK_TOKENS, arrival.input_tokens)
             yield View(name, self._backlog.queued_s(name, now), stored, replica.free)
+
+    def mean_s(self, positions: Sequence[int]) -> float:
+        """Return the mean time to first token of some of the requests, after a run."""
+        return _mean([self._ttft[position] for position in positions])
 
     def _outcome(self, last: float) -> Outcome:
         third = max(1, len(self._ttft) // 3)
@@ -242,6 +267,7 @@ class Replay:
             busiest=max(replica.requests for replica in replicas) / len(self._ttft),
             growth=_mean(self._ttft[-third:]) / _mean(self._ttft[:third]),
             copied=self._copied / tokens,
+            ahead=self._ahead_tokens / tokens,
         )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.ttft import Costs
+from bench.replay.crowds import crowds
 from bench.replay.facts import BUSY_YET_STABLE, COLLAPSE, HIT_RATE_TOLERANCE, Facts, Target, Verdict
 from bench.replay.fleet import Fleet, Load, Outcome, Replay, offered
 from bench.replay.store import POLICIES, UNLIMITED, hit_rate
@@ -17,7 +18,8 @@ from bench.replay.trace import Trace
 
 CAPACITIES = {"1M": 1_000_000, "3M": 3_000_000, "10M": 10_000_000, "20M": 20_000_000, "unlimited": UNLIMITED}
 OURS, COPIES, BASELINE, COLLAPSING = "ours", "ours+copies", "least-load", "longest-prefix"
-PLACEMENTS = ("random", "round-robin", BASELINE, COLLAPSING, OURS, COPIES)
+AHEAD, BOTH = "ours+ahead", "ours+copies+ahead"
+PLACEMENTS = ("random", "round-robin", BASELINE, COLLAPSING, OURS, AHEAD, COPIES)
 WITHOUT_HASHES = ("random", "round-robin", BASELINE, OURS)
 LIGHTER = 0.8  # of the load
 
@@ -119,6 +121,25 @@ def evictions(setting: Setting) -> dict[str, Any]:
     return out
 
 
+def hot(setting: Setting) -> dict[str, Any]:
+    """Crowds that ask for the same long prefixes: copies on demand, ahead of it, both, and none."""
+    trace, asked = crowds(setting.seed)
+    names, out = (OURS, AHEAD, COPIES, BOTH), {}
+    for replicas in setting.replicas:
+        fleet, outcomes, theirs = setting.fleet(replicas), {}, {}
+        load = Load(trace, setting.load / offered(Load(trace), fleet))
+        for name in names:
+            replay = Replay(name, fleet, load, setting.seed)
+            outcomes[name] = replay.run()
+            theirs[name] = round(replay.mean_s(asked), 4)
+        _show(setting.console, f"{replicas} replicas, crowds, offered load {setting.load:.2f}", outcomes)
+        said = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in theirs.items())
+        setting.console.print(f"mean of prompts with a hot prefix: {said}")
+        rows = {name: _row(outcome) | {"hot_mean_s": theirs[name]} for name, outcome in outcomes.items()}
+        out[str(replicas)] = rows
+    return out
+
+
 def _pairs(setting: Setting, title: str, load: float, *, closed: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for replicas in setting.replicas:
@@ -144,7 +165,7 @@ def _show(console: Console, title: str, outcomes: dict[str, Outcome]) -> None:
         table.add_column(head, no_wrap=True, justify="right")
     for name, o in outcomes.items():
         seconds = (f"{value:,.2f}" for value in (o.mean_s, o.p50_s, o.p99_s))
-        shares = (f"{value:.3f}" for value in (o.hit_rate, o.copied, o.utilisation, o.busiest))
+        shares = (f"{value:.3f}" for value in (o.hit_rate, o.copied + o.ahead, o.utilisation, o.busiest))
         table.add_row(name, *seconds, *shares)
     console.print(table)
 
@@ -159,5 +180,6 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "lighter": lighter,
     "turns": turns,
     "evictions": evictions,
+    "hot": hot,
 }
 NEED_HASHES = frozenset({"hits", "turns", "evictions"})

@@ -84,5 +84,7 @@ def make(name: str, seed: int = 1) -> Placement:
         "longest-prefix": LongestPrefix,
         "ours": LeastTtft,
         "ours+copies": LeastTtft,
+        "ours+ahead": LeastTtft,
+        "ours+copies+ahead": LeastTtft,
     }
     return makers[name]()

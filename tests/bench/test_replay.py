@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from actors.ttft import LoadCost, View
 from bench.replay import facts, generate
 from bench.replay.__main__ import main
+from bench.replay.ahead import Ahead
+from bench.replay.crowds import crowds
 from bench.replay.fleet import Fleet, Load, Outcome, Replay, offered
 from bench.replay.model import Deployment
 from bench.replay.store import POLICIES, UNLIMITED, Store, hit_rate
@@ -198,3 +201,30 @@ def test_no_trace_no_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit) as stopped:
             main([str(tmp_path / "none"), *arguments])
         assert stopped.value.code == 2
+
+
+@pytest.mark.slow
+def test_copies_ahead_of_demand_help_those_who_ask_for_a_hot_prefix() -> None:
+    """Little, for a fleet soon has what many ask for; the others do not pay for it, and without crowds none is made."""
+    asked, hot = crowds(1)
+    fleet = Fleet(8, 3_000_000, "lru", COSTS)
+    load = Load(asked, 1.0 / offered(Load(asked), fleet))
+    plain, ahead = (Replay(name, fleet, load) for name in ("ours", "ours+ahead"))
+    before, after = plain.run(), ahead.run()
+
+    assert before.ahead == 0.0 < after.ahead
+    assert ahead.mean_s(hot) < plain.mean_s(hot) and after.mean_s < before.mean_s
+
+
+def test_a_copy_ahead_of_demand_is_refused_over_its_cap() -> None:
+    """And one replica alone has nobody to copy from."""
+    ahead = Ahead(["a", "b"], LoadCost(1.0, 8_000.0))  # a minute's share is 24,000 tokens
+    busy, idle = View("a", 9.0, 64 * BLOCK_TOKENS), View("b", 0.0)
+    hashes = [bytes([n]) for n in range(64)]
+
+    assert [ahead.placed(hashes, [busy], COSTS, 0.0) for _ in range(9)] == [None] * 9 and ahead.refused == 0
+    assert ahead.placed(hashes, [busy, idle], COSTS, 0.0) is None and ahead.refused == 1
+    fast = Ahead(["a", "b"], COSTS.copy or LoadCost(1.0, 1.0))
+    found = [fast.placed(hashes, [busy, idle], COSTS, 0.0) for _ in range(7)]
+    assert found[:5] == [None] * 5 and found[6] is None  # not hot yet; told already
+    assert found[5] is not None and (found[5].to, found[5].blocks) == ("b", 64)
