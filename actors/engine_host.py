@@ -566,6 +566,8 @@ class EngineActor(Actor):
                     self._report_orphan(work, now)
                 elif self._exited(work.owner):  # it came with a dead owner's last words
                     work.orphan(now)
+                elif work.forgotten(self.context.membership.is_up(work.detok), now):
+                    self._report_orphan(work, now)
                 else:
                     work.orphan_at = now + ORPHAN_RESEND_S
             # The detokenizer ends a stream at its deadline and closes it here; this is for when it could not.
@@ -612,7 +614,7 @@ class EngineActor(Actor):
     def _report_orphan(self, work: Work, now: float) -> None:
         """Tell an admission actor that what is here has no owner; `Redirect` or `Close` is the answer."""
         members = [e.ref for e in self.context.membership.members("admission")]
-        to = heir(work.record, work.owner, members, work.orphan_tries)
+        to = heir(work.record, work.owner, members, work.orphan_tries) if work.orphaned else work.owner
         work.orphan_at, work.orphan_tries = now + ORPHAN_RESEND_S, work.orphan_tries + 1
         if to is not None:
             orphan = m.Orphan(

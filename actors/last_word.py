@@ -1,7 +1,7 @@
 """The last rung of the ladder of endings (R4): an engine tells a client of its deadline when nobody else is left.
 
-Owner, backup and detokenizer may die at once, and with them who is asked to adopt what the engine reports. A client of an
-edge hears of its deadline there; a native client has nobody but the engine that still holds its record.
+Owner, backup and detokenizer may die at once, and with them who is asked to adopt what the engine reports. A client of
+an edge hears of its deadline there; a native client has nobody but the engine that still holds its record.
 """
 
 from __future__ import annotations

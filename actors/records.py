@@ -237,6 +237,10 @@ class Records:
             fence = keeping.above(msg.fence, f"{self._context.ref.id}.{self._context.ref.epoch}")
             self._context.send(sender, m.Close(request_id=msg.request_id, fence=fence, reason="drop"))
             return
+        if owned is None and msg.record.owner == self._context.ref:
+            # It was mine, and is no more: whoever was away when it ended, or went elsewhere, has heard nothing since.
+            self._context.send(sender, m.Close(request_id=msg.request_id, fence=msg.fence, reason="drop"))
+            return
         if owned is None:
             if self._context.membership.is_up(msg.record.owner):
                 return  # it may have been cut off from its owner, or hear of it too late

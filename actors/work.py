@@ -17,6 +17,7 @@ from schemas.subjects import Ref
 
 RESEND_S = 0.3
 ASK_END_S = 1.0
+FORGOTTEN_S = 2.0
 MAX_ITEMS_PER_MESSAGE = 2048
 CLASSES = ("interactive", "agent", "batch")  # the first comes first
 
@@ -71,6 +72,7 @@ class Work:
     orphaned: bool = False  # its owner is gone, and nobody has claimed it
     orphan_at: float = 0.0  # when to report that next, or to look for it
     orphan_tries: int = 0
+    alone_since: float = 0.0  # since when its detokenizer is gone
     last_word: bool = False  # its client was told of the deadline from here
     counted: bool = False  # its sequences show in the engine's load
     given: list[int] = field(default_factory=list)  # ids that each choice came with
@@ -162,6 +164,14 @@ class Work:
     def orphan(self, now: float) -> None:
         """The owner is gone: report it until somebody claims the request, or closes it here."""
         self.orphaned, self.orphan_at, self.orphan_tries = True, now, 0
+
+    def forgotten(self, detok_up: bool, now: float) -> bool:
+        """Whether its detokenizer has been gone for so long that its owner, who would have named another, is asked."""
+        if detok_up:
+            self.alone_since = 0.0
+            return False
+        self.alone_since = self.alone_since or now
+        return now - self.alone_since >= FORGOTTEN_S
 
     def redirect(self, detok: Ref, fence: Fence) -> None:
         """Send everything again, from index 0, if the detokenizer is another one."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chaos.history import Event, by_request
 
+ROUNDING_S = 0.002  # of durations in milliseconds
 GRACE_S = 1.0  # promise 1: a terminal comes no later than the deadline plus this
 
 
@@ -64,7 +65,8 @@ def one_ending(events: Iterable[Event]) -> list[Violation]:
     """Every request that was sent and not left has one terminal, at most a second after its deadline.
 
     Nothing comes after it, and to a terminal without an error belongs one finish for each choice. A native client that
-    was itself cut off from the bus then can only be told once it is back: its second begins there.
+    was itself cut off from the bus then can only be told once it is back: its second begins there. A native client
+    names a duration, which runs from when its request is taken: the deadline is what `accepted` says, if it is known.
     """
     out = []
     events = list(events)
@@ -84,6 +86,11 @@ def one_ending(events: Iterable[Event]) -> list[Violation]:
             out.append(Violation("one_ending", request, f"ended {len(terminals)} times"))
         end = terminals[0]
         limit = sent.t + float(sent.data["deadline_s"]) + GRACE_S
+        taken = next((e for e in group if e.kind == "accepted" and "until" in e.data), None)
+        if taken is not None:
+            limit = float(taken.data["until"]) + GRACE_S
+            if taken.data["until"] > taken.t + float(sent.data["deadline_s"]) + ROUNDING_S:
+                out.append(Violation("one_ending", request, "was given more time than it asked for"))
         if sent.data["client"] == "native":
             for gone, back in sorted(away):  # one outage may follow another before its second is over
                 if gone < limit <= back + GRACE_S:

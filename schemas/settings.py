@@ -154,7 +154,9 @@ class Settings(BaseSettings):
     keepalive_s: Seconds = Field(10.0, description="longest silence of a stream before a keepalive comment")
     slow_reader_s: Seconds = Field(30.0, description="a client that takes nothing of its answer so long is given up")
     frozen_kill_s: Seconds = Field(10.0, description="a node without a heartbeat for so long is killed")
-    step_limit_s: Seconds = Field(120.0, description="an engine with work and without a step for so long has failed")
+    step_limit_s: Seconds = Field(
+        120.0, description="the most that an engine with work may go without a step; 30 s, or ten long steps, if sooner"
+    )
     start_limit_s: Seconds = Field(120.0, description="how long all nodes may take to become ready")
 
     # What it says

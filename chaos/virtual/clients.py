@@ -105,6 +105,8 @@ class NativeClient:
             gone = arrival.leaves_s and clock.now() >= began + arrival.leaves_s
             if not self._over and (gone or (not self._accepted and clock.now() >= began + ACCEPT_LIMIT_S)):
                 self._leave()
+        if not self._over and not self._accepted:
+            self._leave()
         if not (arrival.silent and arrival.leaves_s):
             # Whoever repeats its terminal is told once more.
             await clock.sleep(2.0)
@@ -131,7 +133,8 @@ class NativeClient:
         add, key = self._recorder.add, self._arrival.key
         if "accepted" in frame and not self._accepted:
             self._accepted = True
-            add(key, "accepted", id=frame["id"])
+            promised = float(frame["accepted"]["deadline"]) - self._clock.wall() + self._clock.now()
+            add(key, "accepted", id=frame["id"], until=round(promised, 6))
         for choice, index, token, text, _ in frame.get("items", ()):
             add(key, "item", choice=choice, index=index, id=token, text=text)
             if index == self._next[choice]:

@@ -20,7 +20,7 @@ from runtime.virtual_clock import VirtualClock, run_virtual
 from schemas import messages as m
 from schemas.codec import DecodeError, decode
 from schemas.errors import DeadlineExceeded
-from schemas.record import ReplyTo
+from schemas.record import Fence, Record, ReplyTo
 from schemas.subjects import EXIT
 
 PROMPT = "the water that turns the wheel comes down the headrace " * 4
@@ -409,6 +409,48 @@ def test_a_late_try_of_a_request_that_has_ended_leaves_nothing_open(tmp_path: Pa
         await f.end(stream, limit_s=2.0)
         check(stream, PROMPT, 20)
         await f.rest(limit_s=2.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_away_when_a_request_ended_does_not_keep_it(tmp_path: Path) -> None:
+    """Scenario: it comes back when the owner has forgotten the request, and the detokenizer has died meanwhile."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 100)
+        await f.items(stream, 20)
+        away = f.serving("decode", stream)
+        detok = f.serving("detokenize", stream)
+        buses = f.system.buses(away)
+        for bus in buses:
+            bus.disconnect()
+        await f.end(stream, limit_s=10.0)
+        check(stream, PROMPT, 100)
+        await f.kill(detok)
+        await f.system.until(lambda: f.actor("admission-0").idle, limit_s=5.0)
+        for bus in buses:
+            bus.reconnect()
+        await f.system.clock.sleep(0.5)
+        assert f.actor(away).works
+        await f.rest(limit_s=4.0)
+
+    simulate(scenario, tmp_path)
+
+
+def test_who_reports_a_request_to_an_owner_that_has_let_it_go_is_told_to_drop_it(tmp_path: Path) -> None:
+    """Scenario: another owner took it over while an engine was away; the engine knows the former owner alone."""
+
+    async def scenario(f: Fleet) -> None:
+        owner, engine = f.actor("admission-0").ref, f.actor("decode-0").ref
+        told = await f.system.tap(engine.subject)
+        fence = Fence(0, f"{owner.id}.{owner.epoch}", 3)
+        record = Record(request_id="r", owner=owner, reply=ReplyTo(subject="inbox", mode="inbox", encoding="json"))
+        orphan = m.Orphan(request_id="r", fence=fence, deadline=f.system.clock.wall() + 60.0, record=record)
+        f.system.send(owner, orphan, sender=engine)
+        await f.system.until(lambda: told, limit_s=1.0)
+        (close,) = told
+        assert isinstance(close, m.Close) and (close.reason, close.fence) == ("drop", fence)
 
     simulate(scenario, tmp_path)
 

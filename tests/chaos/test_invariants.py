@@ -211,6 +211,20 @@ def test_a_terminal_at_the_limit_is_in_time() -> None:
     assert one_ending(events) == []
 
 
+def test_a_deadline_runs_from_when_the_request_is_taken() -> None:
+    """What a native client names is a duration; nobody may stretch it beyond that."""
+
+    def ended(at: float, *, until: float) -> list[str]:
+        events = stream()
+        events[1] = replace(events[1], t=2.5, data={"id": "x", "until": until})
+        events[-1] = replace(events[-1], t=at)
+        return [v.detail for v in one_ending(events)]
+
+    assert ended(13.4, until=12.4) == []
+    assert ended(13.5, until=12.4) == ["ended 0.100 s too late"]
+    assert ended(13.4, until=13.0) == ["was given more time than it asked for"]
+
+
 def test_a_client_that_was_cut_off_is_told_when_it_is_back() -> None:
     """Its second begins when its connection is back, if that was gone when the second after its deadline ended."""
     *before, _, terminal = stream()
