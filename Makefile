@@ -1,4 +1,4 @@
-.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay bench-kv bench-overload bench-cancel bench-failover soak-kv chaos chaos-full chaos-storm chaos-kv clean venv
+.PHONY: run test lint bench bench-engine bench-peers bench-speculation bench-memory bench-replay bench-kv bench-overload bench-fairness bench-cancel bench-failover bench-migration soak-kv chaos chaos-full chaos-storm chaos-kv clean venv
 
 run:   ; @scripts/run.sh $(ARGS)
 test:  ; @scripts/test.sh $(ARGS)
@@ -11,8 +11,10 @@ bench-memory:      ; @scripts/bench.sh memory $(ARGS)
 bench-replay:      ; @scripts/bench.sh replay $(TRACE) $(ARGS)
 bench-kv:          ; @scripts/bench.sh kv $(ARGS)
 bench-overload:    ; @scripts/bench.sh overload $(ARGS)
+bench-fairness:    ; @scripts/bench.sh fairness $(ARGS)
 bench-cancel:      ; @scripts/bench.sh cancel $(ARGS)
 bench-failover:    ; @scripts/bench.sh failover $(ARGS)
+bench-migration:   ; @scripts/bench.sh migration $(ARGS)
 soak-kv:           ; @scripts/bench.sh soak $(ARGS)
 chaos:    ; @scripts/chaos.sh $(ARGS)
 chaos-full:  ; @scripts/chaos.sh full $(ARGS)

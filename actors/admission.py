@@ -21,7 +21,7 @@ from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, 
 from actors.placement_metrics import PlacementMetrics
 from actors.rebalance import Rebalancer
 from actors.records import Records
-from actors.refusal import CLASSES, Asked, Sent, least_ttft_s, predicted_ttft_s, refusal, standing
+from actors.refusal import CLASSES, Asked, Sent, least_ttft_s, predicted_ttft_s, refusal, standing, tokens_behind
 from actors.replication import Replication
 from actors.whereabouts import Whereabouts
 from runtime.actor import Actor, Context
@@ -564,7 +564,7 @@ class AdmissionActor(Actor):
         sent = self._sent_since(now)
         placement = place(
             engines,
-            sent,
+            self._ahead(record, everyone, sent, now),
             now,
             num_choices=record.num_choices,
             max_tokens=record.sampling.max_tokens,
@@ -624,6 +624,17 @@ class AdmissionActor(Actor):
         members, here = self._members("detokenize"), self.context.node
         wanted = [e for e in members if (e.node == here) == self.context.private]
         return least_loaded(wanted or members, self._sent_since(self.clock.now()), self.clock.now())
+
+    def _ahead(self, record: Record, engines: list[Any], in_flight: Mapping[Ref, int], now: float) -> Mapping[Ref, int]:
+        """Return what was sent since heartbeats, less what waits at engines and does not go before this request."""
+        since = dict(in_flight)
+        asked = Asked(record.tenant, CLASSES.index(record.request_class), sum(map(len, record.prompt_ids)))
+        for engine in engines:
+            if engine.load.get("queues"):
+                sent = self._sent.since(engine.ref, self._counted(engine.ref), 1, now)
+                behind = tokens_behind(standing(engine.load, sent), asked, self.config.tenant_weights)
+                since[engine.ref] = since.get(engine.ref, 0) - int(behind)
+        return since
 
     def _sent_since(self, now: float) -> Mapping[Ref, int]:
         engines = [e.ref for kind in ("prefill", "decode", "both") for e in self._members(kind)]

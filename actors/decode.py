@@ -1,12 +1,15 @@
 """The decode hop, destination side of a hand-off: lend blocks, start when they have arrived, quarantine when in doubt.
 
-Reservations that do not fit wait in order of arrival: back-pressure, not an error. The end of a lease never frees
+Reservations that do not fit wait: back-pressure, not an error. Among tenants whoever has the least running here goes
+first, and of one tenant what came first. The end of a lease never frees
 memory that the transfer actor can still write (R10): such blocks wait for its word, or for its confirmed exit.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,13 +38,26 @@ class _Abort:
     next_send: float
 
 
+def in_turn(tenants: Listing[str], running: Mapping[str, int], weights: Mapping[str, float]) -> list[tuple[float, int]]:
+    """Return the first of each tenant in the order in which their reservations are tried, with what they have. Pure.
+
+    Args:
+        tenants: of those that wait, in order of arrival.
+        running: requests of each tenant that run here.
+        weights: of tenants; absent ones have 1.
+    """
+    firsts = {tenant: at for at, tenant in reversed(list(enumerate(tenants)))}
+    return sorted((running.get(name, 0) / weights.get(name, 1.0), at) for name, at in firsts.items())
+
+
 class Destination:
     """Hand-offs that arrive at this engine."""
 
     def __init__(self, engine: EngineActor) -> None:
         self._engine = engine
-        self._queue: deque[tuple[Work, Part]] = deque()
-        self._asking = False
+        self._queue: list[tuple[Work, Part]] = []
+        self._asking: set[str] = set()  # tenants of which a part is asked for
+        self._full: tuple[int, float] | None = None  # the step before which there was no room, and for whose turn
         self._aborts: dict[str, _Abort] = {}
         self._transfers: dict[str, Ref] = {}  # who performs a job, where that is known
 
@@ -88,19 +104,38 @@ class Destination:
         self.retry()
 
     def retry(self) -> None:
-        """Give blocks to the part that has waited longest."""
-        while self._queue and self._over(*self._queue[0]):
-            self._queue.popleft()
-        if not self._queue or self._asking:
+        """Give blocks to those whose turn it is: the first part of each tenant asks, in turn."""
+        if not self._queue:
             return
-        work, part = self._queue[0]
-        self._asking = True
+        self._queue = [entry for entry in self._queue if not self._over(*entry)]
+        tenants = [work.record.tenant for work, _ in self._queue]
+        if self._asking.issuperset(tenants):
+            return
+        running: Counter[str] = Counter()
+        if len(set(tenants)) > 1:
+            running.update(work.record.tenant for work in self._engine.works.values() if work.started)
+        for turn, at in in_turn(tenants, running, self._engine.tenant_weights):
+            if tenants[at] not in self._asking:
+                self._ask(*self._queue[at], turn)
+
+    def _ask(self, work: Work, part: Part, turn: float) -> None:
+        tenant, thread = work.record.tenant, self._engine.thread
+        assert thread is not None
+        self._asking.add(tenant)
 
         def ask(core: EngineCore) -> tuple[list[int], list[m.BlockRef]] | None:
-            blocks = core.reserve(part.key, part.num_tokens, len(part.choices))
+            step = thread.steps
+            if self._full is not None and self._full[0] == step and self._full[1] < turn:
+                return None  # somebody whose turn comes first waits for more room than there is
+            blocks = core.reserve(part.key, part.num_tokens, len(part.choices), tenant=tenant)
+            if blocks is None:
+                self._full = step, turn
             return None if blocks is None else (blocks, core.pool.refs(blocks))
 
         self._engine.call(ask, lambda got, error: self._reserved(work, part, got, error))
+
+    def _leave(self, part: Part) -> None:
+        self._queue = [entry for entry in self._queue if entry[1] is not part]
 
     def _gone(self, work: Work, part: Part) -> bool:
         return self._engine.works.get(work.request_id) is not work or part.number not in work.parts
@@ -113,7 +148,7 @@ class Destination:
     def _reserved(
         self, work: Work, part: Part, got: tuple[list[int], list[m.BlockRef]] | None, error: BaseException | None
     ) -> None:
-        self._asking = False
+        self._asking.discard(work.record.tenant)
         if self._gone(work, part):
             if got is not None and part.key.request_id not in self._engine.works:
                 key = part.key
@@ -121,13 +156,13 @@ class Destination:
             self.retry()
             return
         if error is not None:
-            self._queue.popleft()
+            self._leave(part)
             head = {"request_id": work.request_id, "fence": work.fence, "part": part.number}
             known = error if isinstance(error, HeadraceError) else InternalError("the reservation failed")
             if part.source is not None:
                 self._engine.context.send(part.source, m.Reserved(**head, error=known.info()))
         elif got is not None:
-            self._queue.popleft()
+            self._leave(part)
             part.blocks, part.refs = got
             self._answer(work, part)
         else:
@@ -181,7 +216,6 @@ class Destination:
                 engine.fail(work, known)
                 return
             part.activated = True
-            work.found(part.choices[0], msg.cached_tokens)
             work.began = work.began or engine.clock.wall()
             engine.context.send(msg.source, m.Activated(**head))
             if work.started:
@@ -189,10 +223,12 @@ class Destination:
                 engine.context.send(work.owner, started)
             engine.emit([work])
 
-        # The ids are in place before the first step can add to them.
+        # The ids are in place before the first step can add to them, and leave before the step that runs now is over.
         for choice, first in zip(part.choices, firsts, strict=True):
             work.ids[choice].append(first)
             work.given[choice] = len(work.ids[choice])
+        work.found(part.choices[0], msg.cached_tokens)
+        engine.emit([work])
         engine.call(lambda core: core.activate(sequences, blocks, num_tokens), done)
 
     def on_moved(self, msg: m.Moved) -> None:

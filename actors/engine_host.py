@@ -97,7 +97,7 @@ class EngineActor(Actor):
         self._watchdog = Watchdog(step_limit_s)
         self.role = role
         self.always_load = always_load
-        self._tenant_weights = dict(tenant_weights or {})
+        self.tenant_weights = dict(tenant_weights or {})
         self._pace_s = {CLASSES.index(name): seconds for name, seconds in (pace_s or {}).items()}
         self.waste = Waste(context.telemetry)
         self._make_runner = make_runner
@@ -165,7 +165,7 @@ class EngineActor(Actor):
             parking_tokens=self._parking_tokens,
             drafter=None if self._make_drafter is None else self._make_drafter(runner),
             max_draft=self._max_draft,
-            tenant_weights=self._tenant_weights,
+            tenant_weights=self.tenant_weights,
             pace_s=self._pace_s,
         )
         runner.warm_up()

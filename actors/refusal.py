@@ -72,8 +72,15 @@ def tokens_ahead(engine: Standing, asked: Asked, weights: Mapping[str, float]) -
             others[queue.tenant] = others.get(queue.tenant, 0.0) + queue.tokens
     weight = weights.get(asked.tenant, 1.0)
     for tenant, tokens in others.items():
-        ahead += min(tokens, (own + asked.tokens) * weights.get(tenant, 1.0) / weight)
+        ahead += min(tokens, own * weights.get(tenant, 1.0) / weight)
     return ahead
+
+
+def tokens_behind(engine: Standing, asked: Asked, weights: Mapping[str, float]) -> float:
+    """Return the prompt tokens that wait and are computed after those that are asked for."""
+    if all(q.tenant == asked.tenant and q.priority <= asked.priority for q in engine.queues):
+        return 0.0
+    return sum(q.tokens for q in engine.queues) + engine.computing - tokens_ahead(engine, asked, weights)
 
 
 def predicted_ttft_s(engine: Standing, asked: Asked, service_s: float, weights: Mapping[str, float]) -> float:
@@ -158,16 +165,20 @@ class Sent:
         Args:
             ref: the engine.
             counted: requests that its heartbeat names.
-            senders: how many send; the others are taken to have sent as much.
+            senders: how many send; the others are taken to have sent as much, but for each tenant's first request:
+                one alone says nothing of a crowd.
             now: the time.
         """
         while self._sent and next(iter(self._sent.values()))[0] < now - SENT_S:
             self._sent.popitem(last=False)
-        return [
-            queue._replace(tokens=queue.tokens * max(1, senders))
-            for request_id, (_, to, queue) in self._sent.items()
-            if to == ref and request_id not in counted
-        ]
+        out: list[Queue] = []
+        tenants: set[str] = set()
+        for request_id, (_, to, queue) in self._sent.items():
+            if to == ref and request_id not in counted:
+                times = max(1, senders) if queue.tenant in tenants else 1
+                tenants.add(queue.tenant)
+                out.append(queue._replace(tokens=queue.tokens * times))
+        return out
 
 
 def _rows(said: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +44,8 @@ __all__ = ["Candidate", "EngineCore", "HeldBlocks", "NeverFits", "Progress", "St
 
 MAX_CANDIDATES = 4096
 AHEAD_TOKENS = 1024  # of a pool, made ready while there is nothing to do
+CREDIT_STEPS = 2.0  # full steps' tokens that a tenant may have to its credit
+KEPT = 32  # one in so many places is kept for tenants with few, where tenants share an engine
 TOUCHED_AT_ONCE = 4  # blocks: whoever calls waits no longer than that
 
 
@@ -98,7 +100,9 @@ class EngineCore:
         self.wall = wall
         self._max_waiting = max_waiting
         self._cache_outputs = cache_outputs
-        self._fair = Fairness(tenant_weights, capacity=pool.num_blocks * BLOCK_TOKENS)
+        self._fair = Fairness(
+            tenant_weights, capacity=pool.num_blocks * BLOCK_TOKENS, credit=CREDIT_STEPS * scheduler.token_budget
+        )
         self._roster = Roster(scheduler.rank, fair=self._fair, aging_s=scheduler.aging_s)
         self._drain = DrainRate()
         self._expired = Spent()
@@ -140,7 +144,7 @@ class EngineCore:
         if (reason := self._end_reason(live)) is not None:
             self._end_early(live, reason)
             return
-        self._roster.wait(live)
+        self._roster.wait(live, self.now())
 
     def want_load(self, key: Key) -> list[bytes]:
         """Return the hashes of a waiting sequence's blocks that follow those in the device tier."""
@@ -177,8 +181,10 @@ class EngineCore:
 
     # --- commands: sequences that come from elsewhere ----------------------------------------------
 
-    def reserve(self, key: Key, num_tokens: int, num_choices: int = 1) -> list[int] | None:
+    def reserve(self, key: Key, num_tokens: int, num_choices: int = 1, *, tenant: str = "") -> list[int] | None:
         """Lend blocks for KV that arrives by transfer.
+
+        Where tenants share the engine, a few places are kept for those (`tenant`) with far less running than another.
 
         Returns:
             The blocks, or None if there is no room now: ask again later. The same key gets the same blocks.
@@ -193,16 +199,26 @@ class EngineCore:
             raise NeverFits(num_tokens, self.max_context)
         if key in self._roster.live:
             raise BadRequest(f"sequence {key.request_id}/{key.choice} runs already")
+        now = self.now()
+        self._fair.saw(tenant, now)
         taking_part = len(self._roster.running) + self._lent.num_choices
-        if taking_part and taking_part + num_choices > self.scheduler.max_running:
+        places = self.scheduler.max_running
+        if self._fair.shared(now) and not self._has_little(tenant):
+            places -= places // KEPT
+        if taking_part and taking_part + num_choices > places:
             return None
         needed = num_blocks_for(num_tokens)
         # What waits here comes first, or a stream of hand-offs would keep it waiting for ever.
-        head = next(self._roster.in_turn(self.now()), None)
+        head = next(self._roster.in_turn(now), None)
         queued = 0 if head is None else num_blocks_for(len(head.context))
         if not self._has_room(needed) or not self.pool.can_allocate(needed + queued):
             return None
         return self._lent.expect(key, needed, num_choices)
+
+    def _has_little(self, tenant: str) -> bool:
+        """Whether a tenant has less than half as much running as another."""
+        running = Counter(live.seq.tenant for live in self._roster.running)
+        return 2 * running[tenant] < max(running.values(), default=0)
 
     def activate(self, sequences: list[Sequence], blocks: list[int], num_computed: int) -> None:
         """Turn reserved blocks, written and verified, into running sequences.

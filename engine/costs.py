@@ -16,6 +16,9 @@ LEAST_CHUNK = 8  # tokens of prompts that a step takes whatever the pace, so tha
 GRAIN = 4  # chunks are multiples of it: the kernels take rows by fours
 STRETCH = 1.8  # a step with a prompt's chunk may take so many times a step without
 CROWD = 1.25  # and up to so much more again in a crowd of prompts
+LENGTHEN = 1.125  # a step with one tenant's prompt may take so many times as long with those of others beside it
+SHORT_RATE = 0.85  # of the best rate of prompts that shorter steps must still reach
+SHORTEST = 16  # tokens of such steps
 _KEEP = 0.95  # weight of the past at each new step of a size
 _REFIT = 8  # steps between fits, once there are a few
 _RIDGE = 1e-6
@@ -176,6 +179,32 @@ class StepCosts:
             grain = GRAIN if count <= 16 * GRAIN else 4 * GRAIN
             count = (count - 1) // grain * grain
         return min(LEAST_CHUNK, limit)
+
+    def beside(self, tokens: int, limit: int) -> int:
+        """Return how many more tokens of prompts, at most `limit`, hardly lengthen a step that computes so many."""
+        alone = self.predict(run_work(0, tokens))
+        if alone is None:
+            return limit
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            took = self.predict(run_work(0, tokens + middle))
+            low, high = (middle, high) if took is not None and took <= LENGTHEN * alone else (low, middle - 1)
+        return low
+
+    def short_chunk(self, decodes: Work, limit: int) -> int:
+        """Return the least tokens of prompts, at most `limit`, at which a step computes them almost at the best rate.
+
+        Whoever comes during a step waits for its end, and steps that are longer than that gain nobody anything.
+        """
+        if not self.known:
+            return limit
+        counts = [limit]
+        while counts[-1] >= 2 * SHORTEST:
+            counts.append(counts[-1] // 2)
+        took = [self.predict(decodes.plus(run_work(0, count))) for count in counts]
+        rates = [count / one if one else 0.0 for count, one in zip(counts, took, strict=True)]
+        return min(count for count, rate in zip(counts, rates, strict=True) if rate >= SHORT_RATE * max(rates))
 
     def statistics(self) -> dict[str, float]:
         """Return the fitted line: seconds per step, per token, and per token and position."""

@@ -43,12 +43,13 @@ class Spent(NamedTuple):
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("came", "context", "given", "hashes", "place", "prompt_hashes", "root", "seq")
+    __slots__ = ("came", "context", "given", "hashes", "place", "prompt_hashes", "root", "seq", "tag")
 
     def __init__(self, seq: Sequence, root: bytes, place: tuple[float, int]) -> None:
         self.seq = seq
         self.root = root
         self.place = place  # where it stands in a line: its rank, then the order of coming
+        self.tag = (0.0, 0)  # when it started: its tenant's counter, and the number of the tenant's start before
         self.given = len(seq.outputs)  # ids that it came with
         self.came = 0  # tokens that another engine computed
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`

@@ -9,7 +9,7 @@ from engine.costs import STRETCH, StepCosts, Work
 from engine.lending import Lending
 from engine.parking import Parking
 from engine.roster import Roster
-from engine.scheduler import Decision, Hit, Scheduler
+from engine.scheduler import Decision, Hit, Scheduler, Shares
 from engine.sequence import Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
 from kvstore.pool import BlockPool
@@ -65,6 +65,7 @@ class Planner:
             [live.seq for live in self._roster.running],
             self._pool.num_free,
             prompt_tokens=self._prompt_tokens(),
+            shares=self._shares(),
             max_running=self._max_running(),
             lookup=self._lookup,
             reclaim=self._reclaimable,
@@ -76,14 +77,23 @@ class Planner:
         num_decodes = len(self._roster.running) - len(prompts)
         joining = min(len(prompts) + len(self._roster.waiting), self._scheduler.max_running - num_decodes)
         if not num_decodes or joining <= 0:
-            return None
+            return self.costs.short_chunk(Work(0, 0.0), self._scheduler.token_budget) if self._is_shared() else None
         context = sum(live.seq.num_computed + 1 for live in self._roster.running)
         decodes = Work(num_decodes, context - sum(seq.num_computed + 1 for seq in prompts))
         start = prompts[0].num_computed if prompts else 0
         budget, most_s = self._scheduler.token_budget, self._most_s()
         if most_s is not None and self._shortest_s() > most_s:
             most_s = None  # a pace that no step can keep
-        return self.costs.prompt_tokens(decodes, joining, start, budget, most_s=most_s)
+        count = self.costs.prompt_tokens(decodes, joining, start, budget, most_s=most_s)
+        return self.costs.short_chunk(decodes, count) if self._is_shared() else count
+
+    def _is_shared(self) -> bool:
+        return self._roster.fair.several and self._roster.fair.shared(self._now())
+
+    def _shares(self) -> Shares | None:
+        """Return how tenants share the step, if they do: others lengthen a leader's step by little."""
+        shares = self._roster.shares(self._now())
+        return None if shares is None else replace(shares, beside=self.costs.beside)
 
     def _most_s(self) -> float | None:
         """Return the longest step that those who run allow, if they were promised a pace."""
@@ -131,7 +141,7 @@ class Planner:
             live = self._roster.live[key]
             self._park(live.seq)
             self._pool.free(live.seq.blocks)
-            self._roster.wait(live)
+            self._roster.wait(live, self._now())
             live.seq.num_preempted += 1
             self._counts["preempted"] += 1
 
@@ -160,8 +170,10 @@ class Planner:
                 seq.num_cached = min(hit.num_tokens, (len(seq.prompt_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
                 self._counts["prompt_tokens"] += len(seq.prompt_ids)
                 self._counts["cached_tokens"] += seq.num_cached
-                self._roster.fair.charge(seq.tenant, len(seq.prompt_ids) - seq.num_cached)
+            first_time = seq.num_preempted == 0
             self._roster.start(live)
+            if first_time:
+                self._roster.fair.charge(seq.tenant, len(seq.prompt_ids) - seq.num_cached)
         for seq, _, num_blocks in decision.grants:
             if num_blocks:
                 seq.blocks += self._pool.allocate(num_blocks)

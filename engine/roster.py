@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from engine.fairness import Fairness
 from engine.live import Live
+from engine.scheduler import Shares
 from engine.sequence import Key, Phase, Sequence
 from kvstore.block import BLOCK_TOKENS
 from kvstore.pool import BlockPool
@@ -79,13 +81,16 @@ class Roster:
         self.live[seq.key] = live
         return live
 
-    def wait(self, live: Live) -> None:
+    def wait(self, live: Live, now: float = 0.0) -> None:
         """Put a sequence into the queue, with nothing computed."""
         self.running.discard(live)
         live.restart()
         self.waiting.add(live)
         seq = live.seq
-        self.fair.arrived(seq.tenant)
+        in_service = math.inf
+        if seq.tenant not in self._lines:
+            in_service = min((v.tag[0] for v in self.running if v.seq.num_uncomputed > 1), default=in_service)
+        self.fair.arrived(seq.tenant, now, in_service=in_service)
         self._lines.setdefault(seq.tenant, Line()).add(live)
         pair = seq.tenant, seq.priority
         self._queued[pair] = self._queued.get(pair, 0) + seq.num_tokens
@@ -108,7 +113,10 @@ class Roster:
 
     def start(self, live: Live) -> None:
         """Let a sequence take part in steps."""
+        tenant = live.seq.tenant
         self._unqueue(live)
+        live.tag = self.fair.counter(tenant), self.fair.served(tenant)
+        self.fair.started(tenant)
         live.seq.phase = Phase.RUNNING
         self.running.add(live)
 
@@ -148,7 +156,7 @@ class Roster:
         firsts = {tenant: next(line) for tenant, line in heads.items()}
         counters = {tenant: self.fair.counter(tenant) for tenant in heads}
         while firsts:
-            turn = min(firsts, key=lambda name: (self._level(firsts[name], now), counters[name], firsts[name].place))
+            turn = min(firsts, key=lambda name: self._turn(firsts[name], (counters[name], self.fair.served(name)), now))
             live = firsts[turn]
             yield live
             counters[turn] += self.fair.price(turn, len(live.seq.prompt_ids))
@@ -157,6 +165,28 @@ class Roster:
                 del firsts[turn]
             else:
                 firsts[turn] = after
+
+    def shares(self, now: float) -> Shares | None:
+        """Return whose prompts come first in the next step where tenants share it; None where they do not.
+
+        A prompt that runs keeps the turn at which it started; the first that waits goes before those that run and have
+        a later turn.
+        """
+        if not self.fair.several:
+            return None
+        prompts = [v for v in self.running if v.seq.num_uncomputed > 1]
+        tenants = {v.seq.tenant for v in prompts}
+        if len(tenants | self._lines.keys()) < 2:
+            return None
+        turns = [(self._turn(v, v.tag, now), v.seq.key) for v in prompts]
+        head = next(self.in_turn(now), None)
+        if head is not None:
+            tag = self.fair.counter(head.seq.tenant), self.fair.served(head.seq.tenant)
+            turns.append((self._turn(head, tag, now), head.seq.key))
+        return Shares(tuple(key for _, key in sorted(turns)))
+
+    def _turn(self, live: Live, tag: tuple[float, int], now: float) -> tuple[int, tuple[float, int], tuple[float, int]]:
+        return self._level(live, now), tag, live.place
 
     def _level(self, live: Live, now: float) -> int:
         seq = live.seq

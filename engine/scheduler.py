@@ -56,6 +56,18 @@ class Decision:
     grants: tuple[Grant, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How tenants share the prompts of a step.
+
+    Running prompts come in the order of `turns`, which may name the first that waits among them. Behind the first
+    tenant's prompts those of others take at most `beside(tokens, limit)` tokens, if that is given.
+    """
+
+    turns: tuple[Key, ...] = ()
+    beside: Callable[[int, int], int] | None = None
+
+
 def _no_hit(seq: Sequence) -> Hit:
     return Hit()
 
@@ -104,6 +116,7 @@ class Scheduler:
         *,
         prompt_tokens: int | None = None,
         max_running: int | None = None,
+        shares: Shares | None = None,
         lookup: Callable[[Sequence], Hit] = _no_hit,
         reclaim: Callable[[Sequence], int] = _all_blocks,
     ) -> Decision:
@@ -115,23 +128,53 @@ class Scheduler:
             free_blocks: blocks that can be allocated now.
             prompt_tokens: most tokens of prompts in this step, for the pace of the others; None: as the budget says.
             max_running: start no more than so many take part, for the same reason; None: as the limit says.
+            shares: where tenants share the step; None: prompts come by rank.
             lookup: what need not be computed of a waiting sequence.
             reclaim: blocks that a running sequence would give back.
         """
-        draft = _Draft(self, running, free_blocks, prompt_tokens, max_running, reclaim)
+        draft = _Draft(self, running, free_blocks, prompt_tokens, max_running, shares, reclaim)
+        queue = _Queue(waiting)
         if running:
-            draft.grant(0)
-            prompts = []
-            for at in range(1, len(running)):
-                if running[at].num_uncomputed > 1:
-                    prompts.append(at)
-                else:
+            prompts = [at for at, seq in enumerate(running) if seq.num_uncomputed > 1]
+            if shares is None and prompts and prompts[0] == 0:
+                draft.grant(prompts.pop(0))
+            for at, seq in enumerate(running):
+                if seq.num_uncomputed <= 1:
                     draft.grant(at)
+            if shares is not None:
+                places = {running[at].key: at for at in prompts}
+                prompts = []
+                for key in shares.turns:
+                    if key in places:
+                        draft.grant(places.pop(key))
+                    elif queue.first is not None and queue.first.key == key and not draft.preempted:
+                        draft.admit(queue, lookup, at_most=1)
+                prompts = list(places.values())
             for at in prompts:
                 draft.grant(at)
         if not draft.preempted:
-            draft.admit(waiting, lookup)
+            draft.admit(queue, lookup)
         return Decision(tuple(draft.preempted), tuple(draft.admitted), tuple(draft.grants.values()))
+
+
+class _Queue:
+    """Candidates, of which the next one is looked at before the last one is taken; asked for one at a time."""
+
+    def __init__(self, waiting: Iterable[Sequence]) -> None:
+        self._rest = iter(waiting)
+        self._first: Sequence | None = None
+        self._asked = False
+
+    @property
+    def first(self) -> Sequence | None:
+        """The next one, if any."""
+        if not self._asked:
+            self._first, self._asked = next(self._rest, None), True
+        return self._first
+
+    def take(self) -> None:
+        """The first one has started."""
+        self._asked = False
 
 
 class _Draft:
@@ -144,6 +187,7 @@ class _Draft:
         free: int,
         prompt_tokens: int | None,
         max_running: int | None,
+        shares: Shares | None,
         reclaim: Callable[[Sequence], int],
     ) -> None:
         self.limits = limits
@@ -155,12 +199,16 @@ class _Draft:
         self.preempted: dict[Key, None] = {}
         self.admitted: list[tuple[Key, Hit]] = []
         self._running = running
+        self._beside = shares.beside if shares is not None else None
+        self._leader: str | None = None  # the tenant whose prompt came first
+        self._led = 0  # tokens of its prompts
+        self.promised = 0  # blocks that admitted prompts still need after this step
         self._reclaim = reclaim
 
     def grant(self, at: int) -> None:
         """Give a running sequence its tokens; later ones make room for it."""
         seq = self._running[at]
-        want = self._limit(seq.num_uncomputed)
+        want = self._limit(seq, seq.num_uncomputed)
         if want <= 0 or seq.key in self.preempted:
             return
         size, have = self.limits.block_tokens, len(seq.blocks)
@@ -169,23 +217,25 @@ class _Draft:
             if not self._preempt_after(at):
                 return
         # A victim may have given tokens back as well.
-        count = min(self._limit(seq.num_uncomputed), room + self.free * size)
+        count = min(self._limit(seq, seq.num_uncomputed), room + self.free * size)
         blocks = -(-(seq.num_computed + count) // size) - have if count > room else 0
         self.free -= blocks
-        self._spend(seq.num_uncomputed, count)
+        self._spend(seq, seq.num_uncomputed, count)
         self.grants[seq.key] = Grant(seq, count, blocks)
 
-    def admit(self, waiting: Iterable[Sequence], lookup: Callable[[Sequence], Hit]) -> None:
+    def admit(self, queue: _Queue, lookup: Callable[[Sequence], Hit], at_most: int | None = None) -> None:
         """Start waiting sequences in order, each only if its whole prompt has room beside the running ones."""
         size = self.limits.block_tokens
-        num_running = len(self._running)
-        promised = sum(self._outstanding(seq) for seq in self._running if seq.num_uncomputed > 1)
-        if num_running >= self.max_running or self.budget <= 0:
-            return
-        for seq in waiting:
+        num_running = len(self._running) + len(self.admitted)
+        last = None if at_most is None else len(self.admitted) + at_most
+        promised = sum(self._outstanding(seq) for seq in self._running if seq.num_uncomputed > 1) + self.promised
+        while num_running < self.max_running and self.budget > 0 and len(self.admitted) != last:
+            seq = queue.first
+            if seq is None:
+                return
             hit = lookup(seq)
             missing = seq.num_tokens - hit.num_ready
-            limit = self._limit(missing)
+            limit = self._limit(seq, missing)
             if limit <= 0:
                 return
             held = hit.num_tokens // size
@@ -200,23 +250,27 @@ class _Draft:
             blocks = -(-(hit.num_ready + count) // size) - held
             self.admitted.append((seq.key, hit))
             self.grants[seq.key] = Grant(seq, count, blocks)
-            self._spend(missing, count)
+            self._spend(seq, missing, count)
             self.free -= blocks + hit.num_idle
             promised += needed - blocks
+            self.promised += needed - blocks
             num_running += 1
-            if num_running >= self.max_running or self.budget <= 0:
-                return
+            queue.take()
 
-    def _limit(self, missing: int) -> int:
+    def _limit(self, seq: Sequence, missing: int) -> int:
         """Return how many of the tokens that a sequence misses this step can take: one is a decode, more a prompt."""
         if missing <= 1:
             return min(missing, self.budget)
+        if self._beside is not None and self._leader not in (None, seq.tenant):
+            self.prompts, self._beside = min(self.prompts, self._beside(self._led, self.prompts)), None
         return min(missing, self.budget, self.prompts, self.limits.max_chunk)
 
-    def _spend(self, missing: int, count: int) -> None:
+    def _spend(self, seq: Sequence, missing: int, count: int) -> None:
         self.budget -= count
         if missing > 1:
             self.prompts -= count
+            self._leader = self._leader or seq.tenant
+            self._led += count if seq.tenant == self._leader else 0
 
     def _outstanding(self, seq: Sequence) -> int:
         """Blocks that a running prompt still needs after this step."""
@@ -234,6 +288,6 @@ class _Draft:
         self.free += self._reclaim(victim)
         undone = self.grants.pop(victim.key, None)
         if undone is not None:
-            self._spend(victim.num_uncomputed, -undone.num_tokens)
+            self._spend(victim, victim.num_uncomputed, -undone.num_tokens)
             self.free += undone.num_blocks
         return True

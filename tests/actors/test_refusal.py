@@ -35,24 +35,24 @@ def test_what_is_begun_and_what_came_before_goes_first() -> None:
     engine = waits(("a", 0, 1000), ("a", 2, 400), ("b", 0, 50), computing=30)
 
     assert tokens_ahead(engine, Asked("a", 0, 100), {}) == 30 + 1000 + 50
-    assert tokens_ahead(engine, Asked("b", 0, 100), {}) == 30 + 50 + 150
-    assert tokens_ahead(engine, Asked("c", 0, 100), {}) == 30 + 100 + 50
+    assert tokens_ahead(engine, Asked("b", 0, 100), {}) == 30 + 50 + 50
+    assert tokens_ahead(engine, Asked("c", 0, 100), {}) == 30, "nobody stands before the first of one with nothing there"
 
 
 def test_a_worse_class_waits_for_better_ones_and_not_the_other_way() -> None:
     """Batch is behind all interactive prompts, whoever they are of."""
     engine = waits(("a", 0, 1000), ("a", 2, 400))
 
-    assert tokens_ahead(engine, Asked("b", 2, 100), {}) == 1000 + 100
+    assert tokens_ahead(engine, Asked("b", 2, 100), {}) == 1000
     assert tokens_ahead(waits(("a", 2, 400)), Asked("b", 0, 100), {}) == 0
 
 
 def test_weights_count_as_they_do_at_the_engine() -> None:
     """A tenant of weight 2 lets half as much of the others go first."""
-    engine = waits(("a", 0, 1000))
+    engine = waits(("a", 0, 1000), ("b", 0, 100))
 
-    assert tokens_ahead(engine, Asked("b", 0, 100), {"b": 2.0}) == 50
-    assert tokens_ahead(engine, Asked("b", 0, 100), {"a": 3.0}) == 300
+    assert tokens_ahead(engine, Asked("b", 0, 100), {"b": 2.0}) == 100 + 50
+    assert tokens_ahead(engine, Asked("b", 0, 100), {"a": 3.0}) == 100 + 300
 
 
 def test_the_estimate_is_the_queue_over_its_rate() -> None:
@@ -102,13 +102,14 @@ def test_an_engine_that_does_nothing_refuses_nobody() -> None:
 
 
 def test_what_was_sent_since_counts_until_a_heartbeat_shows_it() -> None:
-    """Of other senders as much is taken to be on its way."""
+    """Of other senders as much is taken to be on its way, but for a tenant's first: one alone is no crowd."""
     sent = Sent()
     sent.sent(D0, "r1", Asked("a", 0, 100), 0.0)
     sent.sent(D0, "r2", Asked("a", 1, 50), 0.1)
     sent.sent(D1, "r3", Asked("a", 0, 70), 0.1)
 
-    assert sent.since(D0, ("r1",), 2, 0.2) == [Queue("a", 1, 100)]
+    assert sent.since(D0, (), 2, 0.2) == [Queue("a", 0, 100), Queue("a", 1, 100)]
+    assert sent.since(D0, ("r1",), 2, 0.2) == [Queue("a", 1, 50)]
     assert sent.since(D0, (), 1, 0.1 + SENT_S) == [Queue("a", 1, 50)]
     assert sent.since(D0, (), 1, 1.0) == []
 
