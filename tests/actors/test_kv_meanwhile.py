@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from virtual_fleet import SCRIPT, Fleet, Stream, answer, fleet
 
+import kvstore.record
 from actors import transfer as transfer_module
 from actors.kv_disk import DiskConfig
 from actors.transfer import TransferActor
 from engine.plan import Runner
 from engine.scripted_runner import ScriptedRunner
 from kvstore.block import BLOCK_TOKENS
+from kvstore.record import HEADER_NBYTES
 from runtime.virtual_clock import VirtualClock, run_virtual
 
 PROMPT = "the water that turns the wheel comes down the headrace " * 5
@@ -174,3 +176,58 @@ def test_a_restart_finds_what_the_same_model_stored_and_nothing_else(
         assert cached(await ended(f, await f.ask(PROMPT, max_tokens=COUNT))) == found
 
     simulate(second, tmp_path, disk=True, make_runner=make_runner)
+
+
+def test_what_another_version_of_the_format_stored_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before nor after this version has stored it too; then each finds its own."""
+
+    async def first(f: Fleet) -> None:
+        await ended(f, await f.ask(PROMPT, max_tokens=COUNT))
+        await f.system.until(lambda: count(f, "disk_records") >= BLOCKS, limit_s=10.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kvstore.record, "VERSION", kvstore.record.VERSION + 1)
+        simulate(first, tmp_path, disk=True)
+
+    def again(expected: int) -> Any:
+        async def second(f: Fleet) -> None:
+            await f.system.until(lambda: "disk_records" in f.actor("kv-0").statistics(), limit_s=5.0)
+            await f.system.clock.sleep(0.5)  # the engines follow what is on the disk
+            assert count(f, "disk_recovered_total") * BLOCK_TOKENS == expected
+            assert cached(await ended(f, await f.ask(PROMPT, max_tokens=COUNT))) == min(expected, BLOCKS * BLOCK_TOKENS)
+            await f.system.until(lambda: count(f, "disk_records") >= BLOCKS, limit_s=10.0)
+
+        return second
+
+    stored = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    simulate(again(0), tmp_path, disk=True)
+    simulate(again(stored), tmp_path, disk=True)
+
+
+@pytest.mark.parametrize("lost", [0, 3, BLOCKS - 1])
+def test_what_a_restart_says_it_has_is_what_the_next_request_has_cached(lost: int, tmp_path: Path) -> None:
+    """Also where a block's record is bad: the chain ends before it, and both say so."""
+
+    async def first(f: Fleet) -> None:
+        await ended(f, await f.ask(PROMPT, max_tokens=COUNT))
+        await f.system.until(lambda: count(f, "disk_records") >= BLOCKS, limit_s=10.0)
+
+    simulate(first, tmp_path, disk=True)
+    (segment,) = (tmp_path / "disk").glob("*/segment-*")
+    data = bytearray(segment.read_bytes())
+    stride = HEADER_NBYTES + int(segment.parent.name.partition("-")[2])
+    data[lost * stride + 60] ^= 1
+    segment.write_bytes(data)
+
+    async def second(f: Fleet) -> None:
+        await f.system.until(lambda: "disk_records" in f.actor("kv-0").statistics(), limit_s=5.0)
+        await f.system.clock.sleep(0.5)
+        assert count(f, "disk_recovered_total") == len(data) // stride - 1
+        stream = await ended(f, await f.ask(PROMPT, max_tokens=COUNT))
+        found = lost if lost >= 2 else 0  # engines do not ask for less
+        assert cached(stream) == found * BLOCK_TOKENS
+        await f.system.until(lambda: count(f, "disk_records") == len(data) // stride, limit_s=10.0)
+
+    simulate(second, tmp_path, disk=True)
