@@ -36,7 +36,7 @@ def test_what_is_begun_and_what_came_before_goes_first() -> None:
 
     assert tokens_ahead(engine, Asked("a", 0, 100), {}) == 30 + 1000 + 50
     assert tokens_ahead(engine, Asked("b", 0, 100), {}) == 30 + 50 + 50
-    assert tokens_ahead(engine, Asked("c", 0, 100), {}) == 30, "nobody stands before the first of one with nothing there"
+    assert tokens_ahead(engine, Asked("c", 0, 100), {}) == 30, "nobody is before the first of one with nothing there"
 
 
 def test_a_worse_class_waits_for_better_ones_and_not_the_other_way() -> None:
