@@ -7,9 +7,9 @@ from bench.migration import Way, body_of
 
 def test_a_way_reports_median_and_maximum_of_its_gaps() -> None:
     """In milliseconds and in steps."""
-    way = Way(gaps_s=[0.02, 0.05, 0.03], steps=[2.0, 5.0, 3.0])
+    way = Way(gaps_s=[0.02, 0.05, 0.03], steps=[2.0, 5.0, 3.0], moved=3)
     assert way.row() == {
-        "rounds": 3, "gap_ms_p50": 30.0, "gap_ms_max": 50.0, "gap_steps_p50": 3.0, "gap_steps_max": 5.0,
+        "rounds": 3, "moved": 3, "gap_ms_p50": 30.0, "gap_ms_max": 50.0, "gap_steps_p50": 3.0, "gap_steps_max": 5.0,
     }  # fmt: skip
 
 
