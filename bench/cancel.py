@@ -20,7 +20,7 @@ from nats.aio.client import Client as Nats
 from rich.console import Console
 from rich.table import Table
 
-from bench.cancel_leaving import HttpLeaver, Leaver, Ledger, NativeLeaver, Seen, until
+from bench.cancel_leaving import NEVER, HttpLeaver, Leaver, Ledger, NativeLeaver, Seen, until
 from bench.failover import run
 from bench.load import model_of, one
 from bench.stats import percentile
@@ -41,6 +41,10 @@ LIMIT_S = 10.0
 LATE_S = 0.05
 NULL = "null:decode_s=0.005,prefill_s_per_token=0.0005"
 HELD = ("running", "waiting", "held", "expected", "blocks_in_use", "blocks_quarantined")
+
+
+class Unended(Exception):
+    """Raised when a request came to nothing in time: it did not get to the phase, or was still held after its end."""
 
 
 class Bench:
@@ -101,9 +105,13 @@ class Bench:
             background = [asyncio.create_task(self._occupy()) for _ in range(places)]
             await asyncio.sleep(max(0.5, self.prefill_s / 4))
         before = await self._steps()
-        free, stopped, missed, late = [], [], 0, 0
+        free, stopped, missed, unended, late = [], [], 0, 0, 0
         for _ in range(self._args.count):
-            found = await self._one(phase, client)
+            try:
+                found = await self._one(phase, client)
+            except Unended:
+                unended += 1
+                continue
             if found is None:
                 missed += 1
                 continue
@@ -118,7 +126,7 @@ class Bench:
         step_ms = (after[0] - before[0]) / max(1.0, after[1] - before[1]) * 1000
         bound = step_ms + (SILENT_MS if client == "native-silent" else OVER_MS)
         return {
-            "phase": phase, "client": client, "count": len(free), "missed": missed,
+            "phase": phase, "client": client, "count": len(free), "missed": missed, "unended": unended,
             "free_p50_ms": round(percentile(free, 0.5), 1), "free_p99_ms": round(percentile(free, 0.99), 1),
             "stopped_p50_ms": round(percentile(stopped, 0.5), 1),
             "stopped_p99_ms": round(percentile(stopped, 0.99), 1), "step_ms": round(step_ms, 1),
@@ -140,7 +148,10 @@ class Bench:
     async def _one(self, phase: str, client: str) -> tuple[float, float, int] | None:
         """Send, leave in the phase, and wait; returns seconds to free, to stopped, and items that came afterwards.
 
-        None if the moment was missed: the answer was over before, or nothing was heard in time.
+        None if the moment was missed: the answer was over before.
+
+        Raises:
+            Unended: if nothing was heard in time.
         """
         chars = {"tokenizing": self._huge, "prefilling": self._long, "transferring": self._long}.get(phase, 40)
         text = self._text(chars)
@@ -151,10 +162,12 @@ class Bench:
         await leaver.ask(body)
         try:
             if not await self._moment(phase, client, seen, leaver):
+                if seen.told == NEVER:
+                    raise Unended
                 return None
             left_at = leaver.leave()
             if not await until(lambda: seen.free_at(left_at) is not None, seen.news, LIMIT_S):
-                return None
+                raise Unended
             free_at = seen.free_at(left_at)
             assert free_at is not None
             if seen.told < left_at and phase != "tokenizing":
@@ -236,7 +249,7 @@ async def _main(args: argparse.Namespace) -> dict[str, Any]:
         found.append(await engine(args, kind))
         show(found[-1])
     rows = [row for one_engine in found for row in one_engine["rows"]]
-    ok = all(row["at_rest"] and row["count"] and not row["late_items"] for row in rows)
+    ok = all(row["at_rest"] and row["count"] and not row["late_items"] and not row["unended"] for row in rows)
     return {"check": "cancel", "engines": found, "ok": ok and bool(rows)}
 
 
