@@ -9,6 +9,9 @@ never waits for a write. Whatever goes wrong is a miss; `unhealthy` says what.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +36,7 @@ STAGING_LEASE_S = 30.0
 PIN_S = 60.0
 FLUSH_LIMIT_S = 10.0
 READERS = 2
+WRITER_NICE = 10  # an eleventh of the share of others, where cores are short
 
 T = TypeVar("T")
 
@@ -92,7 +96,7 @@ class DiskSide:
         self._known: Container[bytes] = ()
         self._held: set[bytes] = set()  # for when the disk is open
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-disk-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-disk-write")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-disk-write", initializer=_give_way)
         self._behind = WriteBehind(None if config.keep_all else SecondTouch())
         self._loads: dict[bytes, _Load] = {}  # by the first hash that is read
         self._waiting: dict[str, _Load] = {}  # by a lookup's ticket
@@ -362,3 +366,9 @@ class DiskSide:
 
     async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _give_way() -> None:
+    """Let this thread run where nobody else wants to: no engine has to wait for what is only stored."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
