@@ -9,9 +9,6 @@ never waits for a write. Whatever goes wrong is a miss; `unhealthy` says what.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +22,7 @@ from kvstore.errors import DiskBusy
 from kvstore.owners import Quotas, Share
 from kvstore.tiers import Found, Header, HostTier
 from runtime.actor import Context
+from runtime.background import background_pool
 from schemas import messages as m
 
 LOAD_LIMIT_S = 1.0  # then a lookup is answered with what there is
@@ -36,7 +34,6 @@ STAGING_LEASE_S = 30.0
 PIN_S = 60.0
 FLUSH_LIMIT_S = 10.0
 READERS = 2
-WRITER_NICE = 10  # an eleventh of the share of others, where cores are short
 
 T = TypeVar("T")
 
@@ -96,7 +93,7 @@ class DiskSide:
         self._known: Container[bytes] = ()
         self._held: set[bytes] = set()  # for when the disk is open
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-disk-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-disk-write", initializer=_give_way)
+        self._writer = background_pool("kv-disk-write")
         self._behind = WriteBehind(None if config.keep_all else SecondTouch())
         self._loads: dict[bytes, _Load] = {}  # by the first hash that is read
         self._waiting: dict[str, _Load] = {}  # by a lookup's ticket
@@ -366,9 +363,3 @@ class DiskSide:
 
     async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-
-def _give_way() -> None:
-    """Let this thread run where nobody else wants to: no engine has to wait for what is only stored."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)

@@ -20,6 +20,7 @@ from actors.transfer_peers import PeerConfig, Peers, num_arrived
 from kvstore.errors import KvError, TransferCorrupt
 from kvstore.exports import copy_exported, open_pool
 from runtime.actor import Actor, Context
+from runtime.background import background_pool
 from schemas import messages as m
 from schemas.errors import Cancelled, HeadraceError, Unavailable
 from schemas.subjects import Ref
@@ -48,6 +49,7 @@ class TransferActor(Actor):
         self._peers = Peers(context, peers or PeerConfig("off"))
         self._verify = verify  # false for tests that must then find wrong bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="transfer")
+        self._behind = background_pool("transfer-behind")  # what is stored: no prompt waits for it, nor behind it
         self._running: dict[str, _Running] = {}
         self._over: OrderedDict[str, tuple[m.TransferDone, m.Transferred | None]] = OrderedDict()
         self._dests: dict[str, Ref] = {}
@@ -64,7 +66,8 @@ class TransferActor(Actor):
         """End the worker threads after the job in progress."""
         for running in self._running.values():
             running.stop = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._behind):
+            pool.shutdown(wait=True, cancel_futures=True)
         await asyncio.get_running_loop().run_in_executor(None, self._peers.stop)
 
     @property
@@ -152,7 +155,8 @@ class TransferActor(Actor):
         here = job.source_pool.host == self.context.host
         try:
             if here:
-                checksums = await asyncio.get_running_loop().run_in_executor(self._pool, _copy, running, unwanted)
+                pool = self._behind if job.dest.kind == "kv" else self._pool
+                checksums = await asyncio.get_running_loop().run_in_executor(pool, _copy, running, unwanted)
             else:
                 checksums = await self._peers.fetch(job, unwanted)
         except (KvError, OSError, ValueError) as exc:

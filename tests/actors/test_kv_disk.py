@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from virtual_fleet import Fleet, Stream, answer, fleet
 
-from actors.kv_disk import FLUSH_LIMIT_S, LOAD_LIMIT_S, STAGING_LEASE_S, WRITER_NICE, DiskConfig, DiskSide, _give_way
+from actors.kv_disk import FLUSH_LIMIT_S, LOAD_LIMIT_S, STAGING_LEASE_S, DiskConfig, DiskSide
 from kvstore.block import BLOCK_TOKENS
 from kvstore.record import HEADER_NBYTES
 from runtime.virtual_clock import VirtualClock, run_virtual
@@ -438,13 +435,3 @@ def test_no_mix_of_traffic_kills_and_damage_changes_a_text(seed: int, tmp_path: 
 
     simulate(scenario, tmp_path, seed=seed, max_nbytes=16 * 4096)
     assert seen["disk_loaded_total"] > 0 and seen["disk_evicted_total"] > 0 and seen["evicted_total"] > 0
-
-
-def test_the_thread_that_writes_gives_way_to_all_others() -> None:
-    """Its priority is its own: the rest of the process keeps what it had."""
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    with ThreadPoolExecutor(1, initializer=_give_way) as pool:
-        there = pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
-
-    assert there >= WRITER_NICE
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
