@@ -69,8 +69,7 @@ async def build_node(
 
     if settings.affinity != "none":
         os.sched_setaffinity(0, cores_of(settings, name, sorted(os.sched_getaffinity(0))))
-    model = served.model_path(settings) if set(kinds) - {"transfer", "kv"} else None
-    parts = Parts(settings, model, served.model_names(settings, model))
+    parts = _parts(settings, kinds)
     closed: list[Callable[[], None]] = []
 
     def lost() -> None:
@@ -112,14 +111,19 @@ async def join_later(
         settings, actor_id: as of `build_node`.
         done: called when all of them have started.
     """
-    model = served.model_path(settings)
-    parts = Parts(settings, model, served.model_names(settings, model))
     await node.clock.sleep(JOIN_AFTER_S)
+    loop = asyncio.get_running_loop()
+    parts = await loop.run_in_executor(None, _parts, settings, kinds)
     for module in (f"actors.{kind}" for kind in kinds):
-        await asyncio.get_running_loop().run_in_executor(None, importlib.import_module, module)
+        await loop.run_in_executor(None, importlib.import_module, module)
     for kind in kinds:
         await node.join(kind, actor_id, factory(kind, parts), private=True)
     done()
+
+
+def _parts(settings: Settings, kinds: Sequence[str]) -> Parts:
+    model = served.model_path(settings) if set(kinds) - {"transfer", "kv"} else None
+    return Parts(settings, model, served.model_names(settings, model))
 
 
 def factory(kind: str, parts: Parts) -> Factory:

@@ -55,15 +55,20 @@ def check(stream: Stream, prompt: str, count: int) -> None:
 async def ask_of(f: Fleet, name: str, prompt: str, count: int, *, deadline_s: float = 60.0) -> Stream:
     """Ask this admission actor: the queue group would choose one."""
     stream = await f.ask(prompt, max_tokens=count, publish=False)
+    stream.request_id, stream.deadline_s = f"r{len(f.streams)}", deadline_s
+    submit_to(f, name, stream, prompt, count)
+    return stream
+
+
+def submit_to(f: Fleet, name: str, stream: Stream, prompt: str, count: int, *, term: int = 0) -> None:
+    """Send a request to an admission actor, for the first time or once more."""
     wall = f.system.clock.wall()
     body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0}
-    submit = m.Submit(
-        request_id=f"r{len(f.streams)}", api="completion", body=body, deadline=wall + deadline_s, accept_by=wall + 2.0,
-        reply=ReplyTo(subject=stream.inbox, mode="inbox", encoding="json"),
+    msg = m.Submit(
+        request_id=stream.request_id, api="completion", body=body, deadline=wall + (stream.deadline_s or 60.0),
+        accept_by=wall + 2.0, reply=ReplyTo(subject=stream.inbox, mode="inbox", encoding="json"), term=term,
     )  # fmt: skip
-    stream.request_id, stream.deadline_s = submit.request_id, deadline_s
-    f.system.send(f.actor(name).ref, submit)
-    return stream
+    f.system.send(f.actor(name).ref, msg)
 
 
 def steps(f: Fleet) -> int:
@@ -397,13 +402,9 @@ def test_a_late_try_of_a_request_that_has_ended_leaves_nothing_open(tmp_path: Pa
         await f.kill("admission-1", again_after_s=None)
         await f.system.until(lambda: not f.actor("admission-0").statistics()["records_held"], limit_s=2.0)
         await f.system.until(lambda: f.actor("admission-0").idle, limit_s=2.0)
-        wall = f.system.clock.wall()
-        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-        again = m.Submit(
-            request_id=stream.request_id, api="completion", body=body, deadline=wall + 60.0, accept_by=wall + 2.0,
-            reply=ReplyTo(subject=inbox, mode="inbox", encoding="json"), term=1,
-        )  # fmt: skip
-        f.system.send(f.actor("admission-0").ref, again)
+        stream.inbox = inbox
+        submit_to(f, "admission-0", stream, PROMPT, 20, term=1)
+        stream.inbox = ""
         await f.system.clock.sleep(1.0)
         stream.inbox = inbox
         await f.end(stream, limit_s=2.0)
