@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from nats.aio.client import Client as Nats
 
@@ -28,11 +29,18 @@ WATCH_S = 12.0  # a stream that shows nothing for so long after a fault counts a
 FROZEN_S = 15.0  # longer than anybody would watch
 ATTEMPTS = 25
 POLL_S = 0.002
+HEARD_S = 0.05
+PROMPT = FILLER * 3 + "What follows from that?"
 
 
 @dataclass(slots=True)
 class Round:
-    """What one fault came to; times in ms. `over_ms` is the gap without the survivor's prefill."""
+    """What one fault came to; times in ms.
+
+    `again_ms` is what passed from a stream's new placing to its next id, the longest of those that moved: there the
+    survivor computed several streams again, one after the other, and went on with its own. `one_prefill_ms` is what one
+    such prompt takes alone.
+    """
 
     gap_ms: float
     failed: int
@@ -40,15 +48,11 @@ class Round:
     compared: int
     stuck: int
     moved: int = 0
-    prefill_ms: float = 0.0
+    again_ms: float = 0.0
+    one_prefill_ms: float = 0.0  # 0: not known
     noticed_ms: float = 0.0
     placed_ms: float = 0.0
     shown_ms: float = 0.0
-
-    @property
-    def over_ms(self) -> float:
-        """What the gap would be if computing the moved streams' ids again took no time."""
-        return self.gap_ms - self.prefill_ms
 
 
 class Victims(Protocol):
@@ -64,6 +68,10 @@ class Victims(Protocol):
 
     def explain(self, at: float, found: Round) -> None:
         """Fill in what the gap after a fault at `at` was made of, where that can be known."""
+        ...
+
+    async def prefill_ms(self, ask: Callable[[], Awaitable[Any]]) -> float:
+        """Let one request run alone; returns what its prompt took an engine, 0 where that cannot be known."""
         ...
 
 
@@ -141,8 +149,26 @@ class OurVictims:
         found.moved = len(next_at)
         if next_at:
             found.placed_ms = (max(placed.values()) - at) * 1000
-            found.prefill_ms = max(next_at[name] - placed[name] for name in next_at) * 1000
+            found.again_ms = max(next_at[name] - placed[name] for name in next_at) * 1000
             found.shown_ms = found.gap_ms - (max(next_at.values()) - at) * 1000
+
+    async def prefill_ms(self, ask: Callable[[], Awaitable[Any]]) -> float:
+        """Hear when it was placed, and when its first id was chosen."""
+        self._heard.clear()
+        self._items.clear()
+        await ask()
+        await asyncio.sleep(HEARD_S)  # the client may see its text before this one hears the items
+        return computed_ms(self._heard, self._items)
+
+
+def computed_ms(heard: list[Heard], items: list[HeardItems]) -> float:
+    """Return the time from the first request's placing to its first items; 0 if one of them was not heard."""
+    placed = next((h for h in heard if isinstance(h.message, Dispatch)), None)
+    if placed is None or not isinstance(placed.message, Dispatch):
+        return 0.0
+    name = placed.message.request_id
+    chosen = next((i.t for i in items if i.batch.request_id == name and i.batch.items), placed.t)
+    return (chosen - placed.t) * 1000
 
 
 class DynamoVictims:
@@ -162,6 +188,10 @@ class DynamoVictims:
     def explain(self, at: float, found: Round) -> None:
         """Nothing is known of its inside."""
 
+    async def prefill_ms(self, ask: Callable[[], Awaitable[Any]]) -> float:
+        """Nothing is known of its inside."""
+        return 0.0
+
 
 @dataclass(slots=True)
 class Rounds:
@@ -180,7 +210,7 @@ class Rounds:
     def _prompts(self) -> list[str]:
         self._turn += 1
         head = f"{self.seed} {self.fault} {self.streams} {self._turn}"
-        return [f"{head} {i}: " + FILLER * 3 + "What follows from that?" for i in range(self.streams)]
+        return [f"{head} {i}: " + PROMPT for i in range(self.streams)]
 
     async def one(self, number: int) -> Round:
         """Run rounds until a fault has struck a process that served a stream.
@@ -192,7 +222,7 @@ class Rounds:
             await self.victims.whole()
             found = await self._try(number)
             if found is not None:
-                self.say(f"  {self.fault} {self.streams} {number}: {found} over {found.over_ms:.1f}")
+                self.say(f"  {self.fault} {self.streams} {number}: {found}")
                 return found
         raise TimeoutError("no process that may be hurt served a stream")
 
@@ -213,6 +243,7 @@ class Rounds:
             if pid is None or any(t.done() for t in tasks):
                 await asyncio.gather(*tasks)
                 return None
+            shown = statistics.median_low([len(t.texts) for t in timings])
             done = faults.kill(pid, "decode") if self.fault == "kill" else faults.freeze(pid, "decode", for_s=FROZEN_S)
             stuck = await self._watch(tasks, timings, done.at)
             silent = {id(t) for t in stuck}
@@ -231,7 +262,13 @@ class Rounds:
         references = await asyncio.gather(*(one(self.base, self.model, p, self.tokens) for p in prompts))
         pairs = [(e.text, r.text) for e, r in zip(ended, references, strict=True) if isinstance(e, Timing)]
         found.compared, found.differing = len(pairs), sum(a != b for a, b in pairs)
+        found.one_prefill_ms = await self._one_prefill(references[0].texts[:shown])
         return found
+
+    async def _one_prefill(self, shown: list[str]) -> float:
+        """Measure what one stream that moved takes to compute again: its prompt, and behind it what was shown of it."""
+        prompt = self._prompts()[0] + "".join(shown)
+        return await self.victims.prefill_ms(lambda: one(self.base, self.model, prompt, 2))
 
     async def _watch(self, tasks: list[asyncio.Task[Timing]], timings: list[Timing], at: float) -> list[Timing]:
         """Wait for all streams; returns those that show nothing any more."""

@@ -57,6 +57,6 @@ def test_a_kill_is_measured_and_its_texts_are_compared(split: System, monkeypatc
     found = asyncio.run(run())
 
     assert (found.failed, found.differing, found.stuck, found.compared) == (0, 0, 0, 3)
-    assert found.moved >= 1 and 0 < found.prefill_ms < found.gap_ms
+    assert found.moved >= 1 and 0 < found.again_ms < found.gap_ms and found.one_prefill_ms > 0
     assert found.noticed_ms > 0 and found.placed_ms > 0
     assert_drained(split)
