@@ -510,8 +510,10 @@ class EngineActor(Actor):
                 self.source.on_held(work, key, sampled, result.held_blocks[key])
         self.emit(touched.values())
         self.destination.retry()
-        if result.held or result.ended or any(work.record.warm for work in touched.values()):
-            self.prefix.computed()
+        warm = any(work.record.warm for work in touched.values())
+        if result.held or result.ended or warm:
+            over = {key.request_id for key, _ in (*result.held, *result.ended)}
+            self.prefix.computed(filter(None, map(self.works.get, over)), hurry=warm)
 
     def emit(self, works: Any) -> None:
         """Send new items: one message per detokenizer."""

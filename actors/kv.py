@@ -79,8 +79,9 @@ class KvActor(Actor):
         self._lent: dict[str, Ref] = {}  # tickets of other hosts' stores, and who serves them here
         self._status = Status(context, num_blocks)
         self._pins = PinDesk(context, num_blocks)
-        kinds = (("host",) if num_blocks > 0 else ()) + (("disk",) if self._disk is not None else ())
-        self._announcer = Announcer(context, *kinds)
+        self._kinds = (("host",) if num_blocks > 0 else ()) + (("disk",) if self._disk is not None else ())
+        self._frozen: list[str] = []  # tiers that take nothing new
+        self._announcer = Announcer(context, *self._kinds)
 
     async def stop(self) -> None:
         """Remove the pool; what is on disk stays."""
@@ -94,6 +95,8 @@ class KvActor(Actor):
         disk = self._disk.unhealthy if self._disk is not None else ""
         unhealthy = "; ".join(filter(None, (self._unhealthy, disk)))
         base = {"running": 0, "waiting": 0, "tiers": self._announcer.numbers(), "unhealthy": unhealthy}
+        if "host" in self._frozen:
+            base["frozen"] = True  # engines need not offer anything
         if self._remote is not None and self._remote.known:
             base["elsewhere"] = self._remote.known
             base["ways"] = self._remote.ways()
@@ -115,7 +118,8 @@ class KvActor(Actor):
         disk = self._disk.statistics() if self._disk is not None else {}
         remote = self._remote.statistics() if self._remote is not None else {}
         self._show_owners()
-        return {**tier, **disk, **remote, "lent_tickets": len(self._lent), **self._announcer.statistics()}
+        frozen = {f"{kind}_frozen": float(kind in self._frozen) for kind in self._kinds}
+        return {**tier, **disk, **remote, **frozen, "lent_tickets": len(self._lent), **self._announcer.statistics()}
 
     def owners(self) -> dict[str, tuple[list[Share], Share]]:
         """What the largest owners hold in each tier, and what the others hold together."""
@@ -174,8 +178,10 @@ class KvActor(Actor):
                 self.context.send(message.reply, self._pins.pin(message, self._tier, self._disk))
             case m.KvUnpin():
                 self.context.send(message.reply, self._pins.unpin(message, self._tier, self._disk))
+            case m.KvFreeze():
+                self._freeze(message)
             case m.KvStatusQuery():
-                answer = self._status.answer(message, self._tier, self._disk, self._unhealthy)
+                answer = self._status.answer(message, self._tier, self._disk, self._unhealthy, self._frozen)
                 self.context.send(message.reply, answer.model_copy(update={"pins": self._pins.rows(self._tier)}))
             case m.KvDumpQuery():
                 self._announcer.on_query(message)
@@ -250,6 +256,13 @@ class KvActor(Actor):
         )
         self.context.send(msg.reply, answer)
 
+    def _freeze(self, msg: m.KvFreeze) -> None:
+        self._frozen = [kind for kind in self._kinds if kind in msg.tiers]
+        if self._disk is not None:
+            self._disk.frozen = "disk" in self._frozen
+        self.context.telemetry.log.info("tiers take nothing new", tiers=", ".join(self._frozen) or "none of them")
+        self.context.send(msg.reply, m.KvFrozen(ticket=msg.ticket, tiers=self._frozen))
+
     def _reserve(self, msg: m.KvReserve, sender: Ref | None) -> None:
         refused = m.KvReserved(ticket=msg.ticket)
         if self._tier is None or self._pool is None:
@@ -262,7 +275,8 @@ class KvActor(Actor):
                 self.context.send(msg.reply, refused)
             return
         handle = self._pool.handle()
-        if (handle.layout, handle.block_nbytes) != stored_form(msg.pool.layout, msg.pool.block_nbytes):
+        form = stored_form(msg.pool.layout, msg.pool.block_nbytes)
+        if "host" in self._frozen or (handle.layout, handle.block_nbytes) != form:
             self.context.send(msg.reply, refused)
             return
         if self._disk is not None:

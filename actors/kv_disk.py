@@ -99,6 +99,7 @@ class DiskSide:
         self._waiting: dict[str, _Load] = {}  # by a lookup's ticket
         self._writing = False
         self._flush_until: float | None = None
+        self.frozen = False  # nothing new is written, whatever is asked for
         self._number = 0
         self._bytes_per_s = FIRST_BYTES_PER_S
         self._counts = dict.fromkeys("loads loaded load_failures late joined prefetches".split(), 0)
@@ -157,7 +158,7 @@ class DiskSide:
     def idle(self, now: float) -> bool:
         """Whether nothing is left to write, or no more time for it."""
         broken = self._disk is not None and not self._disk.health.ok
-        empty = not self._writing and (self._disk is None or broken or not len(self._behind))
+        empty = not self._writing and (self._disk is None or broken or self.frozen or not len(self._behind))
         return empty or (self._flush_until is not None and now >= self._flush_until)
 
     @property
@@ -278,11 +279,12 @@ class DiskSide:
 
     def touched(self, hashes: Iterable[bytes]) -> None:
         """These blocks were offered to host memory, or found there."""
-        self._behind.touch(hashes, self._context.clock.now(), self._known)
+        if not self.frozen:
+            self._behind.touch(hashes, self._context.clock.now(), self._known)
 
     def _flush(self, now: float) -> None:
         host, disk = self._host, self._disk
-        if self._writing or host is None or disk is None or not disk.health.ok:
+        if self._writing or self.frozen or host is None or disk is None or not disk.health.ok:
             return
         hashes = self._behind.take(now, host, hurry=self._flush_until is not None)
         ticket = self._ticket("keep")

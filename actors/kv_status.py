@@ -40,9 +40,14 @@ class Status:
             self._popular.hit(last.head, last.owner, last.depth * BLOCK_TOKENS, wall)
 
     def answer(
-        self, query: m.KvStatusQuery, host: HostTier | None, disk: DiskSide | None, unhealthy: str
+        self,
+        query: m.KvStatusQuery,
+        host: HostTier | None,
+        disk: DiskSide | None,
+        unhealthy: str,
+        frozen: Sequence[str] = (),
     ) -> m.KvStatus:
-        """Return the state of the store."""
+        """Return the state of the store; `frozen` are the tiers that take nothing new."""
         count = max(0, min(query.top, MOST))
         tiers, tenants = [], []
         if self._num_blocks > 0:
@@ -57,7 +62,7 @@ class Status:
             host=self._context.host,
             lookups=self._lookups,
             found=self._found,
-            tiers=tiers,
+            tiers=[tier.model_copy(update={"frozen": tier.kind in frozen}) for tier in tiers],
             prefixes=[
                 m.KvPrefix(head=p.head, owner=p.owner, tokens=p.tokens, hits=p.hits, last=p.last)
                 for p in self._popular.top(count)

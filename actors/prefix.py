@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ from actors.load_choice import Loading, Offer, may_pay_far, plan_load
 from actors.remote_cost import Way
 from actors.ttft import Costs, LoadCost
 from actors.work import Work, salt_of
+from actors.write_pace import WritePace
 from engine.core import Candidate, EngineCore
 from engine.sequence import Key, Sequence
 from kvstore.block import BLOCK_TOKENS, sequence_hashes
@@ -103,9 +105,11 @@ class PrefixStore:
         self._engine = engine
         self._loads: dict[str, _Load] = {}
         self._write: tuple[str, _Write] | None = None
-        self._collecting = self._computed = False
+        self._collecting = False
+        self._pace = WritePace()
         self._parts: deque[_Part] = deque()  # of the last batch, not offered yet; never more than `WRITE_BATCH` blocks
         self._introduced: set[Ref] = set()
+        self._offering = True  # some store takes what is new
         self._several = False  # whether this host ever had more than one store
         self._number = 0
         telemetry = engine.context.telemetry
@@ -419,9 +423,15 @@ class PrefixStore:
 
     # --- storing --------------------------------------------------------------------------------
 
-    def computed(self) -> None:
-        """There may be something to store: at the next tick, so as not to compete with the first token's way out."""
-        self._computed = True
+    def computed(self, works: Iterable[Work], *, hurry: bool = False) -> None:
+        """Prompts of these are complete, and may be stored: at a tick, so as not to compete with the way out of items.
+
+        Args:
+            works: whose sequences ended or were handed on.
+            hurry: whether somebody is to find their blocks soon.
+        """
+        blocks = sum(len(ids) // BLOCK_TOKENS for work in works for ids in work.record.prompt_ids)
+        self._pace.computed(blocks, self._engine.clock.now(), hurry=hurry)
 
     def _introduce(self) -> None:
         """Show a new store the layout of the blocks here, so that it is prepared before the first lookup."""
@@ -436,6 +446,19 @@ class PrefixStore:
         if len(stores) > 1 and not self._several:
             self._several = True
             self._engine.call(_offer_all)
+
+    def _frozen(self, kv: Ref) -> bool:
+        """Whether a store takes nothing new into its memory."""
+        member = self._engine.context.membership.get(kv)
+        return member is not None and bool(member.load.get("frozen"))
+
+    def _look_at_freezes(self) -> None:
+        """While no store takes anything the engine collects nothing; what it computes then is not offered later."""
+        stores = self._engine.neighbours("kv")
+        offering = not stores or not all(map(self._frozen, stores))
+        if offering != self._offering:
+            self._offering = offering
+            self._engine.call(lambda core: setattr(core, "offering", offering))
 
     def write_back(self) -> None:
         """Store what was computed, one batch at a time."""
@@ -475,7 +498,7 @@ class PrefixStore:
         kv, candidates, refs = self._parts.popleft()
         # Where there are several stores all blocks of a prompt come, for its home may lack what another store has.
         known = self._has(kv, [c.hash for c in candidates]) if self._several else 0
-        if not engine.context.membership.is_up(kv) or engine.pool is None:
+        if not engine.context.membership.is_up(kv) or engine.pool is None or self._frozen(kv):
             known = len(candidates)
         if known:
             self._written([c.block for c in candidates[:known]])
@@ -541,8 +564,8 @@ class PrefixStore:
         """What takes too long is a miss; what was computed is stored."""
         self.index.tick(now)
         self._introduce()
-        if self._computed:
-            self._computed = False
+        self._look_at_freezes()
+        if self._pace.due(now, busy=bool(self._engine.works)):
             self.write_back()
         for ticket, load in list(self._loads.items()):
             if now >= load.until:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -56,10 +56,16 @@ def peers_directory() -> Path:
     return Path(os.environ.get("HEADRACE_PEERS", ROOT / ".headrace" / "peers"))
 
 
+def instance_options(spec: ServerSpec) -> list[str]:
+    """Return the options by which our other commands find such an instance."""
+    return ["--instance", f"bench-{spec.port}", "--port-base", str(spec.port)]
+
+
 def ours(model: Path, port: int, options: Sequence[str], env: Mapping[str, str] | None = None) -> ServerSpec:
     """Return our own server: a whole private instance."""
     argv = (sys.executable, "-m", "headrace.cli", "up", "--model", str(model))
-    return ServerSpec(OURS, (*argv, "--instance", f"bench-{port}", "--port-base", str(port), *options), port, env or {})
+    spec = ServerSpec(OURS, argv, port, env or {})
+    return replace(spec, argv=(*argv, *instance_options(spec), *options))
 
 
 def llama_programs(directory: Path) -> Path:

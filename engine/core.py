@@ -110,6 +110,7 @@ class EngineCore:
         self._parking = Parking(parking_tokens // BLOCK_TOKENS * pool.block_nbytes, pool.block_nbytes, now)
         self._over: list[tuple[Key, str]] = []  # ended outside a step, to be told by the next one
         self._candidates: deque[Candidate] = deque(maxlen=MAX_CANDIDATES)
+        self.offering = True  # what is computed is worth storing: some store takes it
         self.offer_all = False  # also blocks that came from a tier: it may be another than the one they belong in
         self._counts: dict[str, float] = dict.fromkeys(
             "steps tokens items preempted preempted_recompute preempted_parked parked_bytes failed crashes aborted "
@@ -563,6 +564,8 @@ class EngineCore:
             self._offer_block(live, index)
 
     def _offer_block(self, live: Live, index: int) -> None:
+        if not self.offering:
+            return
         seq = live.seq
         key = home_key(live.hashes, len(seq.prompt_ids))
         self._candidates.append(Candidate(live.hashes[index], live.parent(index), seq.blocks[index], seq.tenant, key))

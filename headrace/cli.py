@@ -300,6 +300,34 @@ def kv_pins(
     _run(lambda: pins(settings, as_json=as_json))
 
 
+@kv_app.command("freeze")
+def kv_freeze(
+    tier: Annotated[list[str] | None, typer.Option(help="host or disk; may be given twice. Default: both.")] = None,
+    as_json: AsJson = False, bus: BusUrl = None, instance: Instance = None, port_base: PortBase = None,
+    config: ConfigFile = None,
+) -> None:  # fmt: skip
+    """Let the stores' tiers take nothing new, and the others what is new; what is stored is served as before."""
+    from headrace.commands.kv_freeze import TIERS, freeze
+
+    tiers = list(TIERS) if tier is None else tier
+    if unknown := set(tiers) - set(TIERS):
+        _fail(f"no such tier: {', '.join(sorted(unknown))}; there are {' and '.join(TIERS)}", code=2)
+    settings = _with_bus(_load(config, bus_url=bus, instance=instance, port_base=port_base)).settings
+    _run(lambda: freeze(settings, tiers, as_json=as_json))
+
+
+@kv_app.command("thaw")
+def kv_thaw(
+    as_json: AsJson = False, bus: BusUrl = None, instance: Instance = None, port_base: PortBase = None,
+    config: ConfigFile = None,
+) -> None:  # fmt: skip
+    """Let every tier take what is new again."""
+    from headrace.commands.kv_freeze import freeze
+
+    settings = _with_bus(_load(config, bus_url=bus, instance=instance, port_base=port_base)).settings
+    _run(lambda: freeze(settings, [], as_json=as_json))
+
+
 @kv_app.command("verify")
 def kv_verify(
     directory: Annotated[str, typer.Argument(help="Directory of a disk tier (kv_disk_dir).")],

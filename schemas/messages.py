@@ -598,6 +598,24 @@ class KvUnpinned(Message):
     known: bool
 
 
+class KvFreeze(Message):
+    """Take nothing new into these tiers (`host`, `disk`) and whatever is new into the others, until the next one.
+
+    What is stored is served as before. Answered with `KvFrozen`.
+    """
+
+    ticket: str
+    tiers: list[str]
+    reply: RefField
+
+
+class KvFrozen(Message):
+    """Which of the store's tiers take nothing new from now on."""
+
+    ticket: str
+    tiers: list[str] = []
+
+
 class KvStatusQuery(Message):
     """What do you hold, whose is it, and what is it good for? Answered with `KvStatus`. `top` bounds its lists."""
 
@@ -619,6 +637,7 @@ class KvTier(Model):
     evicted: int = 0  # blocks
     corrupt: int = 0  # blocks
     unhealthy: str = ""
+    frozen: bool = False  # takes nothing new
 
 
 class KvPrefix(Model):

@@ -1,17 +1,21 @@
 """What write-back costs streams: tokens per second with the host tier, and the disk below it, against without.
 
-Three instances run side by side and get the same load by turns: new prompts each round, the same in every instance, so
-that nothing is found and everything is stored. Guessing ahead is off, since what it tries depends on the time that
-steps take. A round whose texts differ, or in which a tier stores nothing, ends the measurement.
+One instance gets the same load by turns with all of its tiers, with the disk frozen, and with both frozen (`headrace kv
+freeze`): of two instances one is up to a tenth faster than the other for as long as it runs, so that their ratio tells
+nothing of a few per cent. The prompts of a round are new, and the same in each turn under another salt, so that nothing
+is found. Guessing ahead is off, since what it tries depends on the time that steps take. A round whose texts differ, or
+in which a tier stores nothing or a frozen one something, ends the measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from bench import cpu, load, servers
 from bench.client import LoadFailed
 from bench.kv import plan, probe
 from bench.load import GateFailed
-from bench.questions import long_text
+from bench.questions import ROOT, long_text
 from bench.servers import Server
 from bench.speculation import Pair
 from bench.targets import SHORT
@@ -30,6 +34,7 @@ ARMS = (OFF, HOST, DISK)
 DISK_NBYTES = 1 << 30  # the oldest segments make room
 WARM_UP_ROUNDS = 1
 FIRST = 100_000  # number of the first prompt
+HEARD_S = 1.0  # until every engine has heard by heartbeats what is frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +48,34 @@ class Run:
     disk_blocks: int
 
 
-def environment(arm: str, disk: Path) -> dict[str, str]:
-    """Return the settings of an arm."""
-    env = {"HEADRACE_SPECULATION": "off"}
-    if arm == OFF:
-        return env | {"HEADRACE_HOST_TIER_TOKENS": "0"}
-    if arm == HOST:
-        return env
-    return env | {
+FROZEN: dict[str, tuple[str, ...]] = {OFF: ("host", "disk"), HOST: ("disk",), DISK: ()}
+
+
+def environment(disk: Path) -> dict[str, str]:
+    """Return the settings of the instance."""
+    return {
+        "HEADRACE_SPECULATION": "off",
         "HEADRACE_KV_DISK_DIR": str(disk),
         "HEADRACE_KV_DISK_BYTES": str(DISK_NBYTES),
         "HEADRACE_KV_DISK_ADMISSION": "all",
     }
+
+
+async def freeze(server: Server, arm: str) -> None:
+    """Freeze the tiers that an arm goes without, and thaw the others.
+
+    Raises:
+        LoadFailed: if the instance does not do it.
+    """
+    tiers = [f"--tier={tier}" for tier in FROZEN[arm]]
+    argv = ["kv", "freeze" if tiers else "thaw", *tiers, "--json", *servers.instance_options(server.spec)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "headrace.cli", *argv, cwd=ROOT, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await process.communicate()
+    if process.returncode or tuple(json.loads(out)["frozen"]) != tuple(sorted(FROZEN[arm])):
+        raise LoadFailed(f"{arm}: the tiers were not frozen: {(out + err).decode()}")
+    await asyncio.sleep(HEARD_S)
 
 
 async def measure(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
@@ -69,26 +90,22 @@ async def measure(args: argparse.Namespace, directory: Path) -> list[dict[str, A
         LoadFailed: if a request fails, or a tier stores nothing.
     """
     taken: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-    async with AsyncExitStack() as stack:
-        instances: dict[str, Server] = {}
-        for at, arm in enumerate(ARMS):
-            env = environment(arm, directory / "written")
-            spec = servers.ours(args.model, args.port_base + 5 * at, ["--decode=1", *args.up], env)
-            instances[arm] = await stack.enter_async_context(Server(spec, directory / f"cost-{at}.log"))
-            if arm != OFF:
-                await probe.until(instances[arm], (probe.HOST_BLOCKS,))
+    spec = servers.ours(args.model, args.port_base, ["--decode=1", *args.up], environment(directory / "written"))
+    async with Server(spec, directory / "cost.log") as server:
+        await probe.until(server, (probe.HOST_BLOCKS,))
         per_round = args.streams * args.per_stream
         for number in range(WARM_UP_ROUNDS + args.rounds):
             texts = [long_text(FIRST + number * per_round + i, SHORT) for i in range(per_round)]
             for arm in plan.order(ARMS, number):
-                taken[arm].append(await _run(instances[arm], texts, args.streams, args.cost_tokens))
+                await freeze(server, arm)
+                taken[arm].append(await _run(server, texts, args.streams, args.cost_tokens, salt=arm))
             check({arm: runs[-1] for arm, runs in taken.items()})
     counted = {arm: runs[WARM_UP_ROUNDS:] for arm, runs in taken.items()}
     return [row(tier, counted[OFF], counted[tier], per_round * args.cost_tokens) for tier in (HOST, DISK)]
 
 
 def check(found: dict[str, Run]) -> None:
-    """Check a round: same texts in all arms, and each arm stored what it should.
+    """Check a round: same texts in all arms, and each arm stored what it should and nothing else.
 
     Raises:
         GateFailed: if a text with a tier differs from that without.
@@ -116,12 +133,13 @@ def row(tier: str, off: Sequence[Run], on: Sequence[Run], tokens: int) -> dict[s
     }  # fmt: skip
 
 
-async def _run(server: Server, prompts: Sequence[str], streams: int, tokens: int) -> Run:
+async def _run(server: Server, prompts: Sequence[str], streams: int, tokens: int, salt: str) -> Run:
     texts = [""] * len(prompts)
 
     async def worker(numbers: Iterator[int]) -> None:
         for number in numbers:
-            texts[number] = (await load.one(server.base, server.model, prompts[number], tokens)).text
+            timing = await load.one(server.base, server.model, prompts[number], tokens, cache_salt=salt)
+            texts[number] = timing.text
 
     before, used = await probe.metrics(server), _cpu_s(server)
     numbers, began = iter(range(len(prompts))), time.monotonic()

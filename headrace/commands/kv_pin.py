@@ -23,8 +23,10 @@ from schemas.subjects import Ref
 PIN_S = 6.0  # making a pin has a limit of its own, below this
 
 
-async def ask(settings: Settings, kind: str, wish: Message, limit_s: float, *, one: bool = False) -> list[Message]:
-    """Send a question to every actor of a kind, or to one that is ready; returns the answers that came in time.
+async def ask(
+    settings: Settings, kind: str, wish: Message, limit_s: float, *, one: bool = False
+) -> list[Message | None]:
+    """Send a question to every actor of a kind that is ready, or to one; returns their answers, None from who is late.
 
     The question's ticket and reply are set here.
 
@@ -45,7 +47,7 @@ async def ask(settings: Settings, kind: str, wish: Message, limit_s: float, *, o
         await answered(seen, tickets, clock, limit_s)
     finally:
         await bus.close()
-    return [seen.answers[ticket] for ticket in tickets if ticket in seen.answers]
+    return [seen.answers.get(ticket) for ticket in tickets]
 
 
 NOBODY = Ref("tool", "kv", "0")  # replaced before anything is sent

@@ -137,6 +137,8 @@ def _print(found: dict[str, Any]) -> None:
             continue
         for t in store["tiers"]:
             health = f"[red]{t['unhealthy']}[/red]" if t["unhealthy"] else "ok"
+            if t["frozen"]:
+                health += ", frozen"
             tiers.add_row(t["kind"], name, _bytes(t["nbytes"]), _bytes(t["max_nbytes"]), str(t["blocks"]),
                           _percent(t["hit_rate"]), f"{t['hits']} blocks", str(t["evicted"]), health)  # fmt: skip
     console.print(tiers)

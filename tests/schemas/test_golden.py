@@ -153,6 +153,8 @@ EXAMPLES: list[m.Message] = [
     m.KvPinned(ticket="p.1/0", stored=1, until=1767225060.5),
     m.KvUnpin(ticket="u.1", pin="pin-1", reply=PREFILL),
     m.KvUnpinned(ticket="u.1", known=True),
+    m.KvFreeze(ticket="f.1", tiers=["host", "disk"], reply=PREFILL),
+    m.KvFrozen(ticket="f.1", tiers=["host"]),
     m.KvStatusQuery(ticket="s.1", reply=PREFILL, top=3),
     m.KvStatus(
         ticket="s.1", host="h", lookups=9, found=7,
