@@ -4,7 +4,8 @@ One stream at a time with a long context, on a private instance with two decode 
 that runs it gets SIGTERM (the stream moves), or SIGKILL (it is computed again elsewhere: cold; or loaded from the
 store: warm). The gap is the longest time between two pieces of text from the strike on; in steps: over the median of
 that stream. Every text is compared with an undisturbed run. The last line is one JSON object; the exit code is 1 if a
-text differs, or if not each drain moved its stream.
+text differs, if not each drain moved its stream, or if the survivor of a warm round computed its prompt instead of
+loading it, by the engines' own counters.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,14 @@ from bench.stats import percentile
 from chaos.instance import Address, Instance, InstanceFailed
 from chaos.watch import Watch
 from chaos.workload import FILLER, SUBJECTS, chat
+from kvstore.block import BLOCK_TOKENS
 
 WAYS = ("drain", "cold", "warm")
 PACED = {"pace_s": 0.01, "prefill_s_per_token": 0.0005}  # of the scripted engine
 STRIKE_AFTER = 16  # pieces of text; guessed ids make them several tokens long
 READY_S = 90.0
+LOADED_SHARE = 0.9  # of the prompt's blocks: what counts as loaded; the last ones may not be stored yet
+COUNTED = ("moves_total", "kv_blocks_loaded_total")
 
 
 @dataclass(slots=True)
@@ -45,11 +50,13 @@ class Way:
     steps: list[float] = field(default_factory=list)
     differing: int = 0
     moved: int = 0  # streams that went on elsewhere without being computed again
+    shares: list[float] = field(default_factory=list)  # of the prompt's blocks: how many were loaded from the store
 
     def row(self) -> dict[str, Any]:
         """Return the figures for the result."""
         return {
-            "rounds": len(self.gaps_s), "moved": self.moved,
+            "rounds": len(self.gaps_s), "moved": self.moved, "loaded_share_min": round(min(self.shares), 3),
+            "loaded_share_p50": round(statistics.median(self.shares), 3),
             "gap_ms_p50": round(1000 * statistics.median(self.gaps_s), 1),
             "gap_ms_max": round(1000 * max(self.gaps_s), 1),
             "gap_steps_p50": round(statistics.median(self.steps), 1),
@@ -81,11 +88,42 @@ async def strike(where: Address, watch: Watch, body: dict[str, Any], number: int
     return await running, struck
 
 
-async def moves(http: httpx.AsyncClient) -> int:
-    """Return how many running requests have moved so far, by the counters of their owners."""
-    families = text_string_to_metric_families((await http.get("/metrics")).text)
-    samples = (one for family in families for one in family.samples if one.name.endswith("moves_total"))
-    return int(sum(one.value for one in samples if one.labels.get("outcome") == "moved"))
+Counters = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def counters(page: str) -> Counters:
+    """Return the counters of a page of metrics that are needed here, by name and labels."""
+    families = text_string_to_metric_families(page)
+    samples = (one for family in families for one in family.samples if one.name.endswith(COUNTED))
+    return {(one.name, frozenset(one.labels.items())): one.value for one in samples}
+
+
+def grown(before: Counters, after: Counters, name: str, **labels: str) -> int:
+    """Return by how much a counter has grown on all nodes together.
+
+    A process that was started again begins at zero, and one that is gone is on the later page no more: neither takes
+    anything off what the others have counted.
+    """
+    found = [key for key in after if key[0].endswith(name) and labels.items() <= dict(key[1]).items()]
+    return int(sum(max(0.0, after[key] - before.get(key, 0.0)) for key in found))
+
+
+def share_loaded(num_blocks: int, prompt_tokens: int) -> float:
+    """Return the blocks that were loaded over those of a prompt; those of an answer count too."""
+    return num_blocks / max(1, prompt_tokens // BLOCK_TOKENS)
+
+
+def verdict(ways: Mapping[str, Way]) -> list[str]:
+    """Return what went otherwise than each way's name says."""
+    why = [f"{name}: {way.differing} texts differ" for name, way in ways.items() if way.differing]
+    drain, warm = ways.get("drain"), ways.get("warm")
+    if drain is not None and drain.moved != len(drain.gaps_s):
+        why.append(f"drain: {drain.moved} of {len(drain.gaps_s)} streams moved")
+    if warm is not None:
+        computed = sum(share < LOADED_SHARE for share in warm.shares)
+        if computed or len(warm.shares) != len(warm.gaps_s):
+            why.append(f"warm: in {computed} of {len(warm.gaps_s)} rounds the prompt was computed instead of loaded")
+    return why
 
 
 async def measure(where: Address, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,7 +140,7 @@ async def measure(where: Address, args: argparse.Namespace) -> dict[str, Any]:
         await watch.until(lambda w: len(w.ready("decode")) == 2, timeout_s=READY_S, what="two engines")
         await asyncio.sleep(1.0)  # the engines follow what the store holds
         body = body_of(model, at, args.words, args.tokens, warm=name == "warm")
-        before = await moves(http)
+        before = counters((await http.get("/metrics")).text)
         timing, struck = await strike(where, watch, body, signal.SIGTERM if name == "drain" else signal.SIGKILL)
         pairs = zip(timing.chunks_at, timing.chunks_at[1:], strict=False)
         gap = max(later - sooner for sooner, later in pairs if later >= struck)
@@ -114,17 +152,23 @@ async def measure(where: Address, args: argparse.Namespace) -> dict[str, Any]:
         prompt_tokens.append(timing.prompt_tokens)
         print(f"  {name}: gap {1000 * gap:.0f} ms, {gap / step:.1f} steps of {1000 * step:.1f} ms", flush=True)
         await watch.until(lambda w: len(w.ready("decode")) == 2, timeout_s=READY_S, what="two engines")
-        ways[name].moved += await moves(http) - before
+        after = counters((await http.get("/metrics")).text)
+        ways[name].moved += grown(before, after, "moves_total", outcome="moved")
+        loaded = grown(before, after, "kv_blocks_loaded_total")
+        ways[name].shares.append(share_loaded(loaded, timing.prompt_tokens))
+        print(f"  {name}: {loaded} blocks loaded, the prompt has {timing.prompt_tokens // BLOCK_TOKENS}", flush=True)
         again = await stream(where.http, body)
         ways[name].differing += again.text != timing.text
     await http.aclose()
     await nats.close()
-    differing = sum(way.differing for way in ways.values())
     result = {name: way.row() for name, way in ways.items()}
+    why = verdict(ways)
+    for line in why:
+        print(line, flush=True)
     return {
         "bench": "migration", "engine": args.engine, "prompt_tokens": round(percentile(prompt_tokens, 0.5)),
-        "output_tokens": args.tokens, **result, "texts_compared": args.rounds * len(ways), "differing": differing,
-        "ok": not differing and ("drain" not in ways or ways["drain"].moved == len(ways["drain"].gaps_s)),
+        "output_tokens": args.tokens, **result, "texts_compared": args.rounds * len(ways),
+        "differing": sum(way.differing for way in ways.values()), "why": why, "ok": bool(ways) and not why,
     }  # fmt: skip
 
 
