@@ -22,6 +22,7 @@ from bench.questions import ROOT
 OURS = "headrace"
 STOP_LIMIT_S = 30.0
 POLL_S = 0.05
+TAKEN_S = 2.0
 
 
 class ServerFailed(Exception):
@@ -122,6 +123,19 @@ def vllm(directory: Path, port: int) -> ServerSpec:
     return ServerSpec("vllm", (*argv, "--host", "127.0.0.1", "--port", str(port)), port, VLLM_ENV)
 
 
+async def taken(port: int) -> bool:
+    """Whether anybody takes connections on a port of this machine; one that lets a caller wait is somebody."""
+    try:
+        async with asyncio.timeout(TAKEN_S):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
 class Server:
     """One running server; `async with` starts and stops it."""
 
@@ -138,8 +152,11 @@ class Server:
         """Start it and wait for its first answer, of one token: `start_s` after its process began.
 
         Raises:
-            ServerFailed: if it ends first, or does not answer in time.
+            ServerFailed: if its port is taken, if it ends first, or if it does not answer in time.
         """
+        if await taken(self.spec.port):
+            # The other one would answer, and be measured under this one's name.
+            raise ServerFailed(f"{self.spec.name} is not started: something else answers on port {self.spec.port}")
         began = time.monotonic()
         with self.log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
@@ -153,6 +170,8 @@ class Server:
                 if time.monotonic() - began > self._limit_s:
                     raise ServerFailed(f"{self.spec.name} gave no answer in {self._limit_s} s:\n{self.tail()}")
                 await asyncio.sleep(POLL_S)
+            if not self._listens():  # another came between the look at the port and now
+                raise ServerFailed(f"something else answers on the port of {self.spec.name}, {self.spec.port}")
         except BaseException:
             await self.stop()
             raise
@@ -175,6 +194,17 @@ class Server:
         except (httpx.HTTPError, LoadFailed, OSError, ValueError, KeyError, TypeError, EOFError):
             return False
         return True
+
+    def _listens(self) -> bool:
+        """Whether the port is held by a process of this server."""
+        for process in self.processes():
+            try:
+                held = process.net_connections("tcp")
+            except psutil.Error:
+                continue
+            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == self.spec.port for c in held):
+                return True
+        return False
 
     def processes(self) -> list[psutil.Process]:
         """Return the living processes of the server."""

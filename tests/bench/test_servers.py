@@ -93,3 +93,38 @@ async def test_a_server_that_never_answers_is_stopped_at_the_limit(tmp_path: Pat
             pass
 
     assert server.processes() == []
+
+
+async def test_a_port_where_another_server_answers_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Its answers would be measured under the new one's name."""
+    async with Server(stub(tmp_path), tmp_path / "log") as first:
+        started = tmp_path / "started"
+        argv = (sys.executable, "-c", f"open({str(started)!r}, 'w'); import threading; threading.Event().wait()")
+        second = Server(ServerSpec("second", argv, first.spec.port), tmp_path / "second.log", limit_s=10.0)
+
+        with pytest.raises(ServerFailed, match=f"second is not started: .*port {first.spec.port}"):
+            async with second:
+                pass
+
+        assert not started.exists() and not second.log.exists()
+        assert len(first.processes()) == 2
+
+
+async def test_a_server_that_another_one_answers_for_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port was taken after the look at it: only answers of the own processes count."""
+
+    async def free(port: int) -> bool:
+        return False
+
+    async with Server(stub(tmp_path), tmp_path / "log") as first:
+        monkeypatch.setattr("bench.servers.taken", free)
+        argv = (sys.executable, "-c", "import threading; threading.Event().wait()")
+        second = Server(ServerSpec("second", argv, first.spec.port), tmp_path / "second.log", limit_s=10.0)
+
+        with pytest.raises(ServerFailed, match=f"something else answers on the port of second, {first.spec.port}"):
+            async with second:
+                pass
+
+        assert second.processes() == []
