@@ -5,7 +5,8 @@
 - other: the same of prompts that another host has computed; the two are processes of this machine and speak TCP.
 - rates: megabytes per second from host to device memory and from the disk, with and without verification, beside a
   plain copy and plain reads in the same process.
-- cost: tokens per second of running streams with the host tier, and the disk below it, against without, in pairs.
+- cost: tokens per second of running streams while host memory, and the disk below it, take what is new, against both
+  frozen, in pairs; and the store's share of all processor time, which the machine's wavering speed does not move.
 
 A text that differs, or wrong bytes, and no figure is printed. The last line is one JSON object; the exit code is 1 if
 something failed or a target is missed. An open target (`null`: few measurements, or an interval around it) is no miss.
@@ -114,6 +115,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "tier": "tier", "pairs": "pairs", "tokens_per_s_off": "tokens/s off", "tokens_per_s_on": "on", "ratio": "ratio",
         "low": "low", "high": "high", "target": "target", "met": "met", "blocks_per_s": "blocks/s",
         "disk_blocks_per_s": "to disk", "cpu_ms_per_token_off": "cpu ms off", "cpu_ms_per_token_on": "on ",
+        "store_share_off": "store's share off", "store_share_on": " on",
     },
 }  # fmt: skip
 TITLES = {
@@ -159,10 +161,10 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=8, help="output tokens of these")
     parser.add_argument("--blocks", type=int, default=256, help="that a copy or read moves")
     parser.add_argument("--turns", type=int, default=7, help="of each copy or read")
-    parser.add_argument("--rounds", type=int, default=8, help="pairs with and without write-back")
+    parser.add_argument("--rounds", type=int, default=12, help="pairs with and without write-back")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--per-stream", type=int, default=3, help="requests of a stream in each round")
-    parser.add_argument("--cost-tokens", type=int, default=32, help="output tokens of each of these")
+    parser.add_argument("--cost-tokens", type=int, default=64, help="output tokens of each of these")
     parser.add_argument("--quick", action="store_true", help="a smoke test: shorter prompts, few repetitions")
     parser.add_argument("--directory", type=Path, default=ROOT / ".headrace" / "bench", help="on the disk to measure")
     parser.add_argument("--model", type=Path, default=None)

@@ -39,10 +39,14 @@ HEARD_S = 1.0  # until every engine has heard by heartbeats what is frozen
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm's part of a round: seconds and processor seconds until the last text, blocks until all is at rest."""
+    """One arm's part of a round: seconds and processor seconds until the last text, blocks until all is at rest.
+
+    `store_cpu_s` is the part of `cpu_s` that the store's process took.
+    """
 
     seconds: float
     cpu_s: float
+    store_cpu_s: float
     texts: tuple[str, ...]
     stored_blocks: int
     disk_blocks: int
@@ -130,7 +134,12 @@ def row(tier: str, off: Sequence[Run], on: Sequence[Run], tokens: int) -> dict[s
         "disk_blocks_per_s": round(sum(r.disk_blocks for r in on) / sum(r.seconds for r in on), 1),
         "cpu_ms_per_token_off": round(sum(r.cpu_s for r in off) / total * 1000, 3),
         "cpu_ms_per_token_on": round(sum(r.cpu_s for r in on) / total * 1000, 3),
+        "store_share_off": _store_share(off), "store_share_on": _store_share(on),
     }  # fmt: skip
+
+
+def _store_share(runs: Sequence[Run]) -> float:
+    return round(sum(r.store_cpu_s for r in runs) / sum(r.cpu_s for r in runs), 4)
 
 
 async def _run(server: Server, prompts: Sequence[str], streams: int, tokens: int, salt: str) -> Run:
@@ -141,7 +150,7 @@ async def _run(server: Server, prompts: Sequence[str], streams: int, tokens: int
             timing = await load.one(server.base, server.model, prompts[number], tokens, cache_salt=salt)
             texts[number] = timing.text
 
-    before, used = await probe.metrics(server), _cpu_s(server)
+    before, used = await probe.metrics(server), cpu.seconds(server.pid)
     numbers, began = iter(range(len(prompts))), time.monotonic()
     try:
         async with asyncio.TaskGroup() as group:
@@ -149,11 +158,9 @@ async def _run(server: Server, prompts: Sequence[str], streams: int, tokens: int
                 group.create_task(worker(numbers))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
-    seconds, used = time.monotonic() - began, _cpu_s(server) - used
+    seconds = time.monotonic() - began
+    took = {name: cpu_s - used.get(name, 0.0) for name, cpu_s in cpu.seconds(server.pid).items()}
+    store = sum(cpu_s for name, cpu_s in took.items() if name.startswith("kv"))
     after = await probe.at_rest(server)
     stored, written = (round(after.get(name, 0) - before.get(name, 0)) for name in (probe.STORED, probe.INSERTED))
-    return Run(seconds, used, tuple(texts), stored, written)
-
-
-def _cpu_s(server: Server) -> float:
-    return sum(cpu.seconds(server.pid).values())
+    return Run(seconds, sum(took.values()), store, tuple(texts), stored, written)

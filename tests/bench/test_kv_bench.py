@@ -157,8 +157,17 @@ def test_a_missed_target_fails_and_an_open_one_is_named() -> None:
 
 def run(**fields: Any) -> cost.Run:
     """Return one arm's part of a round."""
-    values: dict[str, Any] = {"seconds": 1.0, "cpu_s": 1.0, "texts": ("a", "b"), "stored_blocks": 6, "disk_blocks": 0}
+    values: dict[str, Any] = {"seconds": 1.0, "cpu_s": 1.0, "store_cpu_s": 0.1, "texts": ("a", "b")}
+    values |= {"stored_blocks": 6, "disk_blocks": 0}
     return cost.Run(**(values | fields))
+
+
+def test_the_store_s_share_is_of_all_processor_time() -> None:
+    """Rounds in which the machine was slow count by what they took."""
+    off = [run(stored_blocks=0), run(cpu_s=3.0, store_cpu_s=0.3, stored_blocks=0)]
+    on = [run(store_cpu_s=0.2), run(cpu_s=3.0, store_cpu_s=0.4)]
+    row = cost.row(cost.HOST, off, on, 10)
+    assert (row["store_share_off"], row["store_share_on"]) == (0.1, 0.15)
 
 
 def test_a_round_counts_only_if_each_arm_stored_what_it_should_and_said_the_same() -> None:

@@ -189,14 +189,21 @@ def test_a_second_instance_does_not_touch_the_disk_of_the_first(
 
 
 def test_the_command_shows_stores_engines_and_prefixes(tmp_path: Path, script_file: Path, nats_binary: str) -> None:
-    """`headrace kv` over a real bus: what was stored and found, by whom, and no text of it."""
+    """`headrace kv` over a real bus: what was stored and found, by whom, and no text of it; what takes nothing new."""
     system = System(tmp_path, "--engine", f"scripted:{script_file}", "--decode", "1").start()
     try:
         ask(system)
         wait_until(lambda: metric(system, "kv_stored") > 0, limit_s=10.0, what="the prompt is stored")
         done, shown = (system.command("kv", *options) for options in (["--json"], []))
+        frozen = system.command("kv", "freeze", "--tier", "host", "--json")
+        marked = system.command("kv")
+        thawed, unknown = system.command("kv", "thaw"), system.command("kv", "freeze", "--tier", "tape")
     finally:
         stop(system)
+    assert json.loads(frozen.stdout) == {"stores": 1, "answered": 1, "frozen": ["host"]}
+    assert "ok, frozen" in marked.stdout and "ok, frozen" not in shown.stdout
+    assert thawed.returncode == 0 and "frozen: none" in thawed.stdout
+    assert unknown.returncode == 2 and "tape" in unknown.stderr
     found = json.loads(done.stdout)
     assert done.returncode == 0 and [t["kind"] for t in found["stores"][0]["tiers"]] == ["host"]
     assert found["stores"][0]["tiers"][0]["blocks"] > 0 and found["engines"][0]["blocks_cached"] > 0
