@@ -94,6 +94,7 @@ class AdmissionActor(Actor):
             context_limit=self.context_limit,
             choose_target=self._choose_target,
             refuse=self._refuse_early,
+            survivors=lambda: any(self._members(kind) for kind in ("decode", "both", "prefill")),
         )
         self._records = Records(context, self._table, self._perform, self._accept)
         self._sent = Sent()

@@ -75,6 +75,10 @@ class Destination:
             return
         if not engine.admit_fence(msg.request_id, msg.fence):
             return
+        if msg.request_id not in engine.works and engine.full:
+            error = Unavailable("this engine holds as many requests as it may", code="engine_full")
+            engine.context.send(msg.source, m.Reserved(**head, error=error.info()))
+            return
         work = engine.works.get(msg.request_id)
         if work is None:
             ids: list[list[int]] = [[] for _ in range(msg.record.num_choices)]

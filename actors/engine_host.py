@@ -46,6 +46,7 @@ T = TypeVar("T")
 REMEMBERED = 4096
 ERROR_RESEND_S = 0.3
 STEP_LIMIT_S = 120.0
+MAX_WORKS = 16_384  # requests; four times what may wait in an engine, which refuses first
 SCHEMA_VERSION = 1
 
 
@@ -291,6 +292,11 @@ class EngineActor(Actor):
             case _:
                 self.context.telemetry.log.warning("unexpected message", type=type(message).__name__)
 
+    @property
+    def full(self) -> bool:
+        """Whether no more requests can be held."""
+        return len(self.works) >= MAX_WORKS
+
     def admit_fence(self, request_id: str, fence: Fence) -> bool:
         """Whether work under this fence may begin or goes on; what was held under a lower one is dropped."""
         if fence < self._floors.get(request_id, fence):
@@ -314,6 +320,10 @@ class EngineActor(Actor):
             return
         if msg.request_id in self.works:
             self.context.send(msg.reply, m.Dispatched(**answer))
+            return
+        if self.full:
+            full = Unavailable("this engine holds as many requests as it may", code="engine_full")
+            self.context.send(msg.reply, m.Dispatched(**answer, error=full.info()))
             return
         outputs = [list(o) for o in msg.outputs] or [[] for _ in range(msg.record.num_choices)]
         work = Work(

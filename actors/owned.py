@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,11 @@ from schemas import messages as m
 from schemas.errors import HeadraceError
 from schemas.record import Fence, Record
 from schemas.subjects import Ref
+
+# A request that loses one engine after another is placed anew at once so often in so long, and then once per pause.
+RUSH = 4
+RUSH_S = 10.0
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,8 @@ class Owned:
     redirect: bool = False  # the engine must still be told of a new detokenizer
     probing: bool = False
     suspects: set[Ref] = field(default_factory=set)
+    suspected: Ref | None = None  # the engine is silent, and nobody could take its work: if it speaks it keeps that
+    again: deque[float] = field(default_factory=lambda: deque(maxlen=RUSH))  # when it was placed anew of late
     to_close: dict[Ref, m.Close] = field(default_factory=dict)
     next_send: float = 0.0
     closing_until: float = 0.0
@@ -155,6 +163,12 @@ class Owned:
     def choose(self, detok: Ref | None) -> None:
         """Take another detokenizer, which has heard of nothing yet."""
         self.detok, self.opened, self.open_sent, self.detok_leaves = detok, False, False, False
+
+    def again_at(self, now: float) -> float:
+        """Note that it has lost an engine; returns when it may be placed anew (R7: re-dispatches are rate-limited)."""
+        rush = len(self.again) == RUSH and now - self.again[0] < RUSH_S
+        self.again.append(max(now, self.again[-1] + PAUSE_S) if rush else now)
+        return self.again[-1]
 
     def next_fence(self) -> Fence:
         """Return the fence of the next try: above this one, and above all that were offered."""

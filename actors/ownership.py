@@ -53,6 +53,7 @@ class Ownership:
         choose_target: `(record, avoid) -> Ref | None`: an engine that a running request can move to; without it nothing
             moves.
         refuse: `(record, placement, remaining_s) -> error | None`: asked once, before the first dispatch.
+        survivors: whether any engine could take work now.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class Ownership:
         context_limit: Callable[[], int],
         choose_target: Callable[[Record, frozenset[Ref]], Ref | None] | None = None,
         refuse: Callable[[Record, Placement, float], HeadraceError | None] | None = None,
+        survivors: Callable[[], bool] = lambda: True,
     ) -> None:
         self._me = me
         self._refuse = refuse
+        self._survivors = survivors
         self._is_up = is_up
         self._choose_engines = choose_engines
         self._choose_detokenizer = choose_detokenizer
@@ -276,6 +279,8 @@ class Ownership:
         owned = self._open(msg.request_id)
         if owned is None or msg.fence != owned.fence or not owned.dispatched or owned.runner is None:
             return []
+        if owned.runner == owned.suspected:
+            return []  # known to be silent, and nobody could take its work
         if not self._is_up(owned.runner):  # whoever was told of its end did not know yet that it runs there
             return self._fail_engines(owned, owned.runner, "lost", now)
         if owned.started and heard_s(owned.runner) < 1.0:
@@ -375,6 +380,8 @@ class Ownership:
         if now < o.hold_until:
             o.next_send = min(o.next_send, o.hold_until)
             return [Send(ref, m.Claim(**o.head())) for ref in sorted(o.claims)]
+        if o.suspected is not None and not self._spoke(o) and self._survivors():
+            return self._fail_engines(o, o.suspected, "silent", now)
         if o.detok is None or not self._is_up(o.detok):
             o.choose(self._choose_detokenizer(o.record))
         elif o.detok_leaves and self._choose_detokenizer(o.record) not in (None, o.detok):
@@ -469,11 +476,21 @@ class Ownership:
             o.suspects.add(ref)
             o.probing = True
             return self._redirect(o)
+        if reason == "silent" and ref == o.runner and o.dispatched and not self._survivors():
+            o.suspected = ref  # a suspect that speaks before anybody could take its work keeps it (R7)
+            return []
         return self._fail_engines(o, ref, reason, now)
+
+    def _spoke(self, o: Owned) -> bool:
+        """Whether the engine that was silent speaks again, or has nothing to do with the request any more."""
+        if o.suspected is not None and (self._is_up(o.suspected) or o.suspected not in o.engines):
+            o.suspected = None
+        return o.suspected is None
 
     def _fail_engines(self, o: Owned, ref: Ref, reason: str, now: float) -> list[Directive]:
         o.suspects.add(ref)
         o.failovers += 1
+        o.retry_at = max(o.retry_at, o.again_at(now))
         report = Failover(o.record.request_id, ref.kind, reason)
         o.fence = o.next_fence()
         return [report, *self._lose_engines(o, now), *self._advance(o, now)]
@@ -488,7 +505,7 @@ class Ownership:
                 o.to_close[ref] = close
         if o.offer is not None:
             out.append(MoveEnded(o.record.request_id, o.offer.reason, "lost"))
-        o.placement = o.offer = o.leaving = None
+        o.placement = o.offer = o.leaving = o.suspected = None
         o.dispatched = o.started = o.redirect = o.probing = False
         o.ids_current = not o.ever_dispatched
         return out

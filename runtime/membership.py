@@ -25,6 +25,7 @@ SKEWED = "this clock is"  # how the reason of an actor begins that has not faile
 SKEW_SAMPLES = 16
 SKEW_LEAST = 4  # heartbeats: a single one may come late, as those of a whole fleet that starts do
 MAX_MEMBERS = 4096
+MAX_DEAD = 16_384  # remembered; the one that died first is forgotten before its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,10 @@ class MembershipView:
         if ref in self._dead and (ref not in self._members or reason != "exit" or self._members[ref].exited):
             return []
         self._dead[ref] = now
+        if len(self._dead) > MAX_DEAD:
+            oldest = next(iter(self._dead))
+            del self._dead[oldest]
+            self._remove(oldest)
         member = self._members.get(ref)
         if member is not None:
             if reason == "exit":

@@ -36,6 +36,7 @@ class Bench:
             choose_engines=self._engines,
             choose_detokenizer=lambda record: next((t for t in (T0, T1) if t not in self.down), None),
             context_limit=lambda: 1000,
+            survivors=lambda: not self.down.issuperset((P0, D0, D1)),
         )
 
     def _engines(self, record: Record, suspects: frozenset[Ref]) -> Placement | None:
@@ -523,6 +524,66 @@ def test_without_a_survivor_it_waits() -> None:
     b.after(RESEND_S)
 
     assert b.one(m.Dispatch, D1).outputs == [[5]]
+
+
+def test_a_silent_engine_keeps_its_work_if_it_speaks_before_anybody_could_take_it() -> None:
+    """R7. Scenario: all engines pause for two seconds: its next item would be fenced, and all be computed again."""
+    b = Bench()
+    b.running()
+    before = b.fence
+    for ref in (P0, D1, D0):
+        b.exit(ref, "silent")
+    b.do(b.table.on_stalled(m.Stalled(**b.head(), next=[1]), lambda ref: 2.0, b.now))
+    b.after(RESEND_S)
+    assert b.fence == before and not b.sent(m.Close) and not b.all(own.Failover)
+
+    b.down.discard(D0)
+    b.after(RESEND_S)
+    b.down.discard(D1)
+    b.after(RESEND_S)
+
+    assert b.fence == before and not b.sent(m.FenceIds)
+
+
+def test_a_silent_engines_work_goes_to_the_first_one_that_is_there() -> None:
+    """R7. Scenario: the other one comes back, the silent one does not: it is told to drop what it has."""
+    b = Bench()
+    b.running()
+    for ref in (P0, D1, D0):
+        b.exit(ref, "silent")
+    b.down.discard(D1)
+    b.after(RESEND_S)
+
+    assert b.sent(m.Close, D0)[0].reason == "fenced"
+    assert [f.reason for f in b.all(own.Failover)] == ["silent"]
+    b.ids([[5]])
+    assert b.one(m.Dispatch, D1).outputs == [[5]]
+
+
+def test_a_request_whose_engines_go_one_after_another_is_placed_more_slowly() -> None:
+    """R7. Scenario: each engine dies as soon as it has taken the request: four times at once, then once per second."""
+    b = Bench()
+    b.prefill = None
+    b.admit()
+    b.tokenized()
+    b.opened()
+    placed = []
+    while b.now < 8.0:
+        dispatches = [d for d in b.out if isinstance(d, Send) and isinstance(d.message, m.Dispatch)]
+        asked = b.sent(m.FenceIds)
+        b.out.clear()
+        if dispatches:
+            placed.append(b.now)
+            b.dispatched(dispatches[0].to)
+            b.exit(dispatches[0].to)
+            b.down.clear()
+        elif asked:
+            b.ids([[5]])
+        else:
+            b.after(0.1)
+
+    assert placed[:5] == [0.0] * 5
+    assert 5 <= len(placed[5:]) <= 8 and all(b - a > 0.8 for a, b in zip(placed[4:], placed[5:], strict=False))
 
 
 # --- an engine fails --------------------------------------------------------------------------------

@@ -131,6 +131,18 @@ def test_the_dead_are_forgotten_after_a_bounded_time() -> None:
     assert view.all() == [] and not view._dead and not view._offsets
 
 
+def test_the_table_of_the_dead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash loop of a whole fleet: who died first is forgotten first, and those that live are not touched."""
+    monkeypatch.setattr("runtime.membership.MAX_DEAD", 10)
+    view = MembershipView()
+    hear(view, B, 0.0)
+    for number in range(30):
+        hear(view, Ref("decode", "a", f"e{number}"), 0.1 * number)
+    assert len(view._dead) == 10 and len(view.all()) == 12
+    assert [m.ref.epoch for m in view.members("decode")] == ["e29", "e1"]
+    assert hear(view, Ref("decode", "a", "e25"), 3.0) == []
+
+
 def test_an_old_heartbeat_changes_nothing() -> None:
     """Sequence numbers order what two connections may have swapped."""
     view = MembershipView()
