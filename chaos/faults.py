@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from chaos.proxy import Proxy
+from chaos.proxy import Delay, Proxy
 
 if TYPE_CHECKING:
     from chaos.bus import ProxiedBus
     from chaos.instance import Instance
+
+
+SLOW_S = 0.05  # the most that a piece takes through a slow line; far below what counts as silence
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,13 @@ async def _freeze(faults: Faults, target: Target) -> Done:
     return faults.freeze(target.pid, target.victim, for_s=target.for_s)
 
 
+async def _drain(faults: Faults, target: Target) -> Done:
+    """SIGTERM: the process hands over what it has, and leaves by itself; its supervisor starts it again."""
+    at = faults.now()
+    send_signal(target.pid, signal.SIGTERM)
+    return Done("drain", target.victim, target.pid, at)
+
+
 async def _restart_nats(faults: Faults, target: Target) -> Done:
     """SIGKILL of the system's NATS server, which comes back at once, and nothing is left of what it stored."""
     at = faults.now()
@@ -165,7 +175,27 @@ async def _break(faults: Faults, target: Target) -> Done:
     return Done("break", target.victim, target.pid, at)
 
 
+async def _break_all(faults: Faults, target: Target) -> Done:
+    """Reset every connection to the bus, clients' too: what was under way is lost, and the server lives."""
+    at = faults.now()
+    _proxy(faults).reset()
+    return Done("break-all", target.victim, target.pid, at)
+
+
+async def _slow_bus(faults: Faults, target: Target) -> Done:
+    """Let each piece between anybody and the bus take up to `SLOW_S` for a while; the proxy's seed decides each."""
+    at, proxy = faults.now(), _proxy(faults)
+    before, proxy.delay = proxy.delay, Delay(0.0, SLOW_S)
+
+    def undo() -> None:
+        proxy.delay = before
+
+    faults.later(target.for_s, undo, target.victim)
+    return Done("slow-bus", target.victim, target.pid, at)
+
+
 FAULTS: dict[str, Perform] = {
-    "kill": _kill, "freeze": _freeze,
-    "restart-nats": _restart_nats, "freeze-nats": _freeze_nats, "cut": _cut, "break": _break,
+    "kill": _kill, "freeze": _freeze, "drain": _drain,
+    "restart-nats": _restart_nats, "freeze-nats": _freeze_nats,
+    "cut": _cut, "break": _break, "break-all": _break_all, "slow-bus": _slow_bus,
 }  # fmt: skip

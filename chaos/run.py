@@ -379,7 +379,7 @@ class Runner:
         now = time.monotonic()
         if act.fault == "kill":
             self._lives.setdefault(seen.name, []).append(now)
-        self._out[seen.beat.ref] = math.inf if act.fault == "kill" else now + for_s
+        self._out[seen.beat.ref] = math.inf if act.fault in ("kill", "drain") else now + for_s
         self._struck.add(seen.name)
         return await self._faults.perform(act.fault, Target(seen.name, seen.beat.pid, for_s, seen.beat.node))
 

@@ -74,6 +74,10 @@ def _under(loads: str, fault: str, victim: str, engine: Literal["any", "scripted
     return Scenario(f"{fault}-{victim}-{loads}", (Act(victim, fault),), "streams", loads, engine)
 
 
+def _slow(victim: str) -> Act:
+    return Act(victim, "slow-bus", for_s=(3.0, 6.0))
+
+
 SCENARIOS: dict[str, Scenario] = {
     s.name: s
     for s in (
@@ -100,6 +104,14 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("cut-admission", (Act("admission", "cut", for_s=(1.0, 5.0)),), needs=PROXY),
         Scenario("break-decode", (Act("decode", "break"),), needs=PROXY),
         Scenario("break-detokenize", (Act("detokenize", "break"),), needs=PROXY),
+        Scenario("break-all", (Act("decode", "break-all"),), needs=PROXY),
+        Scenario("slow-bus-kill-decode", (_slow("decode"), Act("decode", after_s=0.5)), needs=PROXY),
+        Scenario("slow-bus-kill-detokenize", (_slow("detokenize"), Act("detokenize", after_s=0.5)), needs=PROXY),
+        Scenario("slow-bus-kill-admission", (_slow("admission"), Act("admission", after_s=0.5)), needs=PROXY),
+        # Asked to leave: what runs there moves, and the process ends by itself.
+        Scenario("drain-decode", (Act("decode", "drain"),)),
+        Scenario("drain-detokenize", (Act("detokenize", "drain"),)),
+        Scenario("drain-decode-kill-survivor", (Act("decode", "drain"), Act("decode", who="other", after_s=0.1))),
         # Two at once, or one after the other.
         Scenario("kill-decode-and-detokenize", (Act("decode"), Act("detokenize"))),
         Scenario("kill-decode-then-survivor", (Act("decode"), Act("decode", who="other", after_s=0.3))),
@@ -117,6 +129,7 @@ SCENARIOS: dict[str, Scenario] = {
         _under("choices", "kill", "decode"),
         _under("choices", "kill", "detokenize"),
         _under("choices", "freeze", "decode"),
+        Scenario("kill-decode-and-detokenize-choices", (Act("decode"), Act("detokenize")), loads="choices"),
         _under("stops", "kill", "decode"),
         _under("stops", "kill", "detokenize"),
         _under("completions", "kill", "decode"),
