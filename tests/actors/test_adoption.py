@@ -247,6 +247,25 @@ def test_everybody_who_holds_a_request_but_its_engine_dies_at_once(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_everybody_who_holds_a_request_but_its_detokenizer_dies_at_once(tmp_path: Path) -> None:
+    """R2. Scenario: owner, backup and engine die; the detokenizer's `Orphan` to who starts next is all that is left."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 100)
+        await f.items(stream, 20)
+        await f.kill("admission-0", again_after_s=None)
+        await f.kill("admission-1", again_after_s=None)
+        await f.kill(f.serving("decode", stream), again_after_s=None)
+        await f.system.clock.sleep(0.5)
+        await f.system.start(f.make("admission", 0))
+        await f.end(stream, limit_s=10.0)
+        check(stream, PROMPT, 100)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("thaw_s", [2.0, 6.0])
 def test_a_frozen_owner_is_replaced_and_lets_go_when_it_wakes(thaw_s: float, tmp_path: Path) -> None:
     """R3, R7. Scenario: the owner wakes, thinks that it owns the request, and is told `superseded`."""

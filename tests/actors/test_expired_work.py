@@ -158,6 +158,26 @@ def test_a_request_that_comes_after_its_deadline_is_refused_and_not_taken(tmp_pa
     simulate(scenario, tmp_path)
 
 
+def test_a_submission_that_its_edge_does_not_wait_for_any_more_is_dropped(tmp_path: Path) -> None:
+    """R11. Scenario: it lay in the mailbox of a frozen actor; by now another one serves the request under this id."""
+
+    async def scenario(f: Fleet) -> None:
+        seen = await f.system.tap("actor.*.*.*")
+        inbox, wall = f.system.outside.new_inbox(), f.system.clock.wall()
+        late = Stream(inbox, f.system.clock.now(), ids=[[]], texts=[[]])
+        await f.system.outside.subscribe(inbox, lambda message: f._take(late, message))
+        submit = m.Submit(
+            request_id="late", api="completion", body={"model": "bytes", "prompt": PROMPT}, accept_by=wall - 0.001,
+            deadline=wall + 10.0, reply={"subject": inbox, "mode": "inbox", "encoding": "json"},  # type: ignore[arg-type]
+        )  # fmt: skip
+        f.system.send(f.actor("admission-0").ref, submit)
+        await f.system.clock.sleep(1.0)
+        assert late.accepted is None and late.terminal is None
+        assert not [s for s in seen if isinstance(s, (m.Tokenize, m.Open, m.Dispatch, m.Keep))]
+
+    simulate(scenario, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a_request_that_waits_for_an_engine_is_dropped_without_a_step(how: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def serving(s: EdgeSetup) -> tuple[Node, ScriptedPeer, ScriptedPeer]:
 
 @pytest.mark.slow
 async def test_silence_is_answered_by_asking_another_under_the_same_id() -> None:
-    """After 300 ms a higher term goes to another actor; seed and time are those of the first try."""
+    """R8, R11. Scenario: `Submit` is lost. After 300 ms a higher term asks another; seed and time stay."""
     first: list[Submit] = []
 
     def answer(submit: Submit) -> Answer:
@@ -42,6 +42,7 @@ async def test_silence_is_answered_by_asking_another_under_the_same_id() -> None
         assert (one.term, two.term) == (0, 1)
         assert one.request_id == two.request_id
         assert (one.seed, one.created, one.deadline) == (two.seed, two.created, two.deadline)
+        assert one.created == response.json()["created"]
         assert all(len(p.submits) == 1 for p in s.peers)
         assert two.accept_by > one.accept_by
 

@@ -426,6 +426,30 @@ def test_a_drain_can_be_asked_for_over_the_bus() -> None:
     play(scenario)
 
 
+def test_a_node_whose_clock_is_off_says_so_and_is_not_ready() -> None:
+    """R13. Scenario: its clock is half a second ahead, so that it would end requests before their deadlines."""
+
+    async def scenario(system: MemorySystem) -> None:
+        nodes = [system.node(name) for name in ("one", "two", "three")]
+        for node in nodes:
+            node.add("probe", node.name, Probe)
+        clock, wall = system._slots["one"].clock, system.clock.wall
+        clock.wall = lambda: wall() + 0.5  # type: ignore[method-assign]
+        await system.start()
+        await system.clock.sleep(4.0)
+        for node in nodes:
+            ready = [member.ref.id for member in node.membership.members("probe")]
+            assert ready == ["three", "two"], f"as {node.name} sees it"
+            member = node.membership.get(nodes[0].refs[0])
+            assert member is not None and member.up
+            assert member.state == "failed" and "clock" in member.reason
+        clock.wall = wall  # type: ignore[method-assign]
+        await system.clock.sleep(20.0)
+        assert len(nodes[1].membership.members("probe")) == 3
+
+    play(scenario)
+
+
 def test_a_connection_closed_for_good_ends_the_node() -> None:
     """Exit code 75: the supervisor starts another."""
 

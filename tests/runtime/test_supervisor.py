@@ -87,9 +87,13 @@ def children() -> list[psutil.Process]:
 
 
 async def test_an_exit_is_announced_at_once_and_the_child_comes_back(
-    own_nats: NatsServer, bus: NatsBus, supervise: Callable[..., Supervisor]
+    own_nats: NatsServer, bus: NatsBus, supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL: everyone has the notice at once, with the actors of that process; a new epoch gets ready."""
+    """R1. Scenario: streams stand still until the exit is known. Everyone has the notice at once, not by a repeat.
+
+    It names the actors of that process; a new epoch gets ready.
+    """
+    monkeypatch.setattr("runtime.supervisor.REPEAT_NOTICE_S", ())
     watcher = await NatsBus.connect(own_nats.url, name="watcher", clock=CLOCK)
     watch = Watch()
     await watcher.subscribe(EXIT, watch)

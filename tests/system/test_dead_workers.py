@@ -94,8 +94,12 @@ def test_streams_do_not_notice_the_death_of_what_stands_beside_them(split: Syste
     assert_drained(split)
 
 
-def test_the_death_of_the_edge_stops_what_it_asked_for(split: System) -> None:
-    """Its clients see their connections break at once; engines come to rest; the next edge serves."""
+@pytest.mark.parametrize(("signum", "limit_s"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 8.0)])
+def test_the_death_of_the_edge_stops_what_it_asked_for(split: System, signum: signal.Signals, limit_s: float) -> None:
+    """R15. Scenario: a frozen edge keeps its sockets open, and its clients would wait for ever; it is killed in 2 s.
+
+    Clients see their connections break; engines come to rest; the next edge serves.
+    """
     alive = Alive(split)
     pid, model = pid_of(split, "edge"), split.model
 
@@ -105,8 +109,8 @@ def test_the_death_of_the_edge_stops_what_it_asked_for(split: System) -> None:
             posts = [http.post("/v1/chat/completions", json=body | {"stream": n % 2 == 0}) for n in range(5)]
             tasks = [asyncio.ensure_future(post) for post in posts]
             await asyncio.sleep(0.5)
-            os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(5.0):
+            os.kill(pid, signum)
+            async with asyncio.timeout(limit_s):
                 return list(await asyncio.gather(*tasks, return_exceptions=True))
 
     ends = asyncio.run(run())
