@@ -30,6 +30,7 @@ from chaos.instance import Address, Instance, InstanceFailed, leftovers
 from chaos.probe import Probe
 from chaos.watch import Watch
 from chaos.workload import FILLER, chat
+from schemas.messages import Heartbeat
 
 OVER_MS = 50.0  # beyond one step
 SILENT_MS = 2500.0 + 50.0  # three unanswered frames within the detokenizer's window, and the bound
@@ -39,12 +40,18 @@ CLIENTS = ("http", "native")
 MAX_RUNNING = 4
 LIMIT_S = 10.0
 LATE_S = 0.05
+HEARTBEATS_S = 0.6  # two of them
 NULL = "null:decode_s=0.005,prefill_s_per_token=0.0005"
 HELD = ("running", "waiting", "held", "expected", "blocks_in_use", "blocks_quarantined")
 
 
 class Unended(Exception):
     """Raised when a request came to nothing in time: it did not get to the phase, or was still held after its end."""
+
+
+def waits_for_place(beat: Heartbeat) -> bool:
+    """Whether an engine holds a computed prompt for one that decodes, or decodes and lets one wait."""
+    return int(beat.load.get("held" if beat.ref.kind == "prefill" else "waiting", 0)) > 0
 
 
 class Bench:
@@ -104,6 +111,11 @@ class Bench:
             places = MAX_RUNNING * len(self._watch.ready("decode", "both"))
             background = [asyncio.create_task(self._occupy()) for _ in range(places)]
             await asyncio.sleep(max(0.5, self.prefill_s / 4))
+            for _ in range(places):  # until all are taken: one engine may have got more than it has places
+                await asyncio.sleep(HEARTBEATS_S)
+                if all(seen.figure("running") >= MAX_RUNNING for seen in self._watch.ready("decode", "both")):
+                    break
+                background.append(asyncio.create_task(self._occupy()))
         before = await self._steps()
         free, stopped, missed, unended, late = [], [], 0, 0, 0
         for _ in range(self._args.count):
@@ -139,6 +151,10 @@ class Bench:
             # Long answers: a prompt in between would be a step unlike the others.
             await one(self._where.http, self.model, self._text(40), 1500)
 
+    def _parked(self, since: float) -> bool:
+        """Whether an engine has said since then that it holds a prompt which waits for a place."""
+        return any(seen.t > since and waits_for_place(seen.beat) for seen in self._watch.live(*ENGINES))
+
     def _leaver(self, phase: str, client: str) -> Leaver:
         reads = phase != "not-reading"
         if client == "http":
@@ -162,6 +178,9 @@ class Bench:
         await leaver.ask(body)
         try:
             if not await self._moment(phase, client, seen, leaver):
+                if phase == "queued" and seen.last_items:  # a place was free
+                    leaver.leave()
+                    return None
                 if seen.told == NEVER:
                     raise Unended
                 return None
@@ -185,6 +204,12 @@ class Bench:
         match phase:
             case "tokenizing":
                 return await until(lambda: "tokenize" in seen.marks, seen.news, LIMIT_S)
+            case "queued":
+                # Not before its prompt is computed: a client that leaves during that step waits for its end.
+                found = await until(lambda: "dispatched" in seen.marks, seen.news, LIMIT_S)
+                since = time.monotonic()
+                found = found and await until(lambda: self._parked(since) or seen.last_items > 0, seen.news, LIMIT_S)
+                found = found and not seen.last_items
             case "transferring":
                 return await until(lambda: "transfer" in seen.marks, seen.news, LIMIT_S)
             case "decoding" if client == "http" and self._turn % 2:  # not streamed: its client sees no item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.cancel import waits_for_place
 from bench.cancel_leaving import Ledger
 from bench.client import Timing
 from bench.failover import row
@@ -112,3 +113,15 @@ def test_a_request_that_reached_no_engine_is_free_when_it_was_given_up() -> None
     ledger.on_message(Heard(1.6, T0.subject, ME, m.Close(**head, reason="cancel")))
 
     assert seen.free_at(1.5) == seen.told == 1.6 and seen.stopped_at(1.5) == 1.5
+
+
+def test_a_request_is_queued_when_nothing_is_computed_for_it() -> None:
+    """A prompt in a step is none: who leaves then waits for the end of that step, and the mean step is another one."""
+
+    def beat(ref: Ref, **load: int) -> m.Heartbeat:
+        return m.Heartbeat(ref=ref, node="n", host="h", pid=1, seq=1, sent_at=1.0, state="ready", load=dict(load))
+
+    assert not waits_for_place(beat(P0, running=1, waiting=1))
+    assert waits_for_place(beat(P0, held=1))
+    assert not waits_for_place(beat(D0, running=4, held=1))
+    assert waits_for_place(beat(D0, running=4, waiting=1))
