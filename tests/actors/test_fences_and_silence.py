@@ -48,6 +48,27 @@ def test_what_is_fenced_off_takes_no_effect_and_stops(tmp_path: Path) -> None:
     simulate(scenario, tmp_path)
 
 
+def test_an_engine_drops_what_it_holds_under_a_lower_fence_when_it_gets_the_request_again(tmp_path: Path) -> None:
+    """R3. Scenario: `Close(fenced)` is lost, and the next try goes to the same engine."""
+
+    async def scenario(f: Fleet) -> None:
+        seen = [await f.system.tap(f"actor.decode.{number}.*") for number in range(2)]
+        stream = await ask_of(f, "admission-0", PROMPT, 100)
+        await f.items(stream, 20)
+        engine = f.actor(f.serving("decode", stream))
+        first = next(d for messages in seen for d in messages if isinstance(d, m.Dispatch))
+        again = first.model_copy(update={"fence": first.fence.next()})
+        f.system.send(engine.ref, again, sender=f.actor("admission-0").ref)
+        await f.system.clock.sleep(0.03)
+        assert engine.works[stream.request_id].fence == again.fence
+        assert engine.stepped.core.load()["running"] == 1
+        await f.end(stream, limit_s=5.0)
+        check(stream, PROMPT, 100)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
 @pytest.mark.slow
 def test_engines_that_pause_together_go_on_where_they_were(tmp_path: Path) -> None:
     """R7. Scenario: a host with all engines is paused for two seconds: nothing is fenced, nothing is computed twice."""

@@ -33,6 +33,7 @@ async def unsubscribe(f: Fleet, stream: Stream) -> None:
 
 async def waiting(f: Fleet) -> Stream:
     """Return a request that was accepted and waits for an engine: nothing is written to its client."""
+    await f.system.clock.sleep(3.0)  # nobody is taken for gone just after the bus was joined
     stream = await f.ask(PROMPT, max_tokens=30)
     await f.system.until(lambda: stream.accepted is not None, limit_s=1.0)
     await f.kill("decode-0", again_after_s=None)
