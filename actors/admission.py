@@ -19,6 +19,7 @@ from actors.keeping import above
 from actors.pinning import Pinning
 from actors.placement import SEQUENCE_TOKENS, Engines, Placement, least_loaded, place
 from actors.placement_metrics import PlacementMetrics
+from actors.poison import Strikes, told
 from actors.rebalance import Rebalancer
 from actors.records import Records
 from actors.refusal import CLASSES, Asked, Sent, least_ttft_s, predicted_ttft_s, refusal, standing, tokens_behind
@@ -29,7 +30,7 @@ from runtime.bus import BusMessage
 from runtime.membership import SKEWED
 from schemas import messages as m
 from schemas import subjects
-from schemas.errors import DeadlineExceeded, HeadraceError, Overloaded, TooLarge, Unavailable
+from schemas.errors import DeadlineExceeded, HeadraceError, Overloaded, Poisoned, TooLarge, Unavailable
 from schemas.items import ACKS, frame, parse_acks
 from schemas.openai import ParsedRequest, parse_request
 from schemas.openai_sampling import chosen_ids
@@ -86,6 +87,7 @@ class AdmissionActor(Actor):
     def __init__(self, context: Context, *, config: AdmissionConfig) -> None:
         super().__init__(context)
         self.config = config
+        self._strikes = Strikes()
         self._table = own.Ownership(
             self.ref,
             is_up=context.membership.is_up,
@@ -96,7 +98,7 @@ class AdmissionActor(Actor):
             refuse=self._refuse_early,
             survivors=lambda: any(self._members(kind) for kind in ("decode", "both", "prefill")),
         )
-        self._records = Records(context, self._table, self._perform, self._accept)
+        self._records = Records(context, self._table, self._perform, self._accept, self._strikes.of)
         self._sent = Sent()
         self._in_flight = InFlight()
         self._rebalancer = Rebalancer() if config.rebalance else None
@@ -112,6 +114,8 @@ class AdmissionActor(Actor):
         self._moves = telemetry.counter("moves_total", "Running requests moved between engines", ("reason", "outcome"))
         for kind in ("prefill", "decode", "both", "detokenize", "admission"):
             self._failovers.labels(kind, "exit")  # on the page as zero before the first one
+        self._struck = telemetry.counter("request_strikes_total", "Crashes of engines in a step of an owned request")
+        self._poisoned = telemetry.counter("requests_poisoned_total", "Requests refused because engines crash of them")
         self._prompt = telemetry.counter("prompt_tokens_total", "Prompt tokens of ended requests")
         self._generation = telemetry.counter("generation_tokens_total", "Output tokens of ended requests")
         self._e2e = telemetry.histogram(
@@ -215,7 +219,7 @@ class AdmissionActor(Actor):
             self._requests.labels(exc.code or "error").inc()
             return
         backup = self._records.choose(msg.request_id)
-        record = self._record(msg, parsed, wall, backup)
+        record = told(self._record(msg, parsed, wall, backup), self._strikes.of(msg.request_id))
         if backup is None:
             self._accept(record, fence)  # there is nobody else to hold it
         body: dict[str, Any] = {"created": record.created}
@@ -385,7 +389,21 @@ class AdmissionActor(Actor):
         if ref.kind == "admission":
             self._records.member_down(ref, reason)
             return
+        if reason == "exit":
+            self._crashed(ref)
         self._perform(self._table.member_down(ref, reason, now))
+
+    def _crashed(self, ref: Ref) -> None:
+        """Count an engine's crash against the requests of its last step, whoever owns them: before they go on."""
+        member = self.context.membership.get(ref)
+        if member is None or not member.computing:
+            return
+        for request_id in self._strikes.crashed(ref.epoch, member.computing):
+            owned = self._table.get(request_id)
+            if owned is not None and owned.stage is own.Stage.OPEN:
+                owned.record = told(owned.record, self._strikes.of(request_id))
+                self._struck.inc()
+                self._records.renew(request_id)  # its backup has to know
 
     def member_changed(self, ref: Ref, state: str) -> None:
         """A draining engine or detokenizer hands its requests over; one that has failed has lost them."""
@@ -501,6 +519,8 @@ class AdmissionActor(Actor):
         now = self.clock.now()
         f = d.finished
         self._requests.labels(d.outcome).inc()
+        if d.outcome == Poisoned.default_code:
+            self._poisoned.inc()
         self._placed.ended(d.record.request_id, f.first_item_at if f is not None and not d.failovers else 0.0)
         self._e2e.observe(now - d.accepted_at)
         if f is not None:
@@ -558,6 +578,8 @@ class AdmissionActor(Actor):
 
     def _choose_engines(self, record: Record, suspects: frozenset[Ref]) -> Placement | None:
         now = self.clock.now()
+        if record.strikes:
+            return self._choose_alone(suspects, now)
         by_role = [self._members(role) for role in ("prefill", "decode", "both")]
         engines = Engines(*by_role)
         everyone = [member for members in by_role for member in members]
@@ -585,6 +607,13 @@ class AdmissionActor(Actor):
             if hint is not None:  # the read begins while the dispatch is on its way
                 self.context.send(*hint)
         return placement
+
+    def _choose_alone(self, suspects: frozenset[Ref], now: float) -> Placement | None:
+        """Run a request that may have killed an engine whole on the one with the least to do, a decode engine first."""
+        engines = [*self._members("decode"), *self._members("both")] or self._members("prefill")
+        others = [e for e in engines if e.ref not in suspects]
+        ref = least_loaded(others or engines, self._sent_since(now), now)
+        return None if ref is None else Placement(ref, None)
 
     def _choose_target(self, record: Record, avoid: frozenset[Ref]) -> Ref | None:
         """Return the engine with the least to do that a running request can move to; what it will get is counted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from actors import poison
 from actors.keeping import above
 from actors.ownership import Directive, Failover, Owned, Ownership, Stage
 from actors.placement import Placement
@@ -75,6 +76,7 @@ def on_orphan(
         return table.close_elsewhere(owned, sender)
     if not owned.tokenized and msg.record.prompt_ids:
         _take_prompt(owned, msg.record)
+    owned.record = poison.told(owned.record, msg.record.strikes)
     source = msg.source if msg.source is not None and is_up(msg.source) else None
     if sender.kind == "detokenize":
         return _detokenizer_speaks(table, owned, sender, source, now)

@@ -27,7 +27,7 @@ from engine.core import EngineCore, StepResult
 from engine.failures import error_of
 from engine.live import Spent
 from engine.loop import EngineThread
-from engine.plan import Runner
+from engine.plan import Note, Runner
 from engine.scheduler import Scheduler
 from engine.sequence import Key
 from engine.speculation.drafter import Drafter
@@ -35,6 +35,7 @@ from engine.speculation.speculator import MAX_DRAFT
 from kvstore.block import BLOCK_TOKENS, chain_hashes, root_hash
 from kvstore.pool import BlockPool
 from runtime.actor import Actor, Context
+from runtime.step_note import StepNote
 from schemas import messages as m
 from schemas.errors import Cancelled, HeadraceError, InternalError, ReplayMismatch, Unavailable
 from schemas.items import ACKS, ITEMS, ItemBatch, items_body, parse_acks
@@ -168,9 +169,14 @@ class EngineActor(Actor):
             max_draft=self._max_draft,
             tenant_weights=self.tenant_weights,
             pace_s=self._pace_s,
+            note=self._note(),
         )
         runner.warm_up()
         return core
+
+    def _note(self) -> Note | None:
+        """Return where the engine notes what it is about to compute; None where nobody would read it."""
+        return StepNote.inherited()
 
     def root(self, salt: str) -> bytes:
         """Return the start of the hash chain of one tenant's blocks in this engine."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from actors import asks, moves
+from actors import asks, moves, poison
 from actors.owned import (
     Accept,
     Anycast,
@@ -407,6 +407,9 @@ class Ownership:
         if o.placement is None:
             if now < o.retry_at:
                 return out
+            refused = poison.verdict(o.record.strikes)
+            if refused is not None:
+                return self._end_with(o, refused, now)
             if not o.ids_current and o.detok is not None:
                 return [Send(o.detok, m.FenceIds(**o.head()))]
             o.placement = self._choose_engines(o.record, frozenset(o.suspects))

@@ -10,13 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from actors import adoption, keeping
+from actors import adoption, keeping, poison
 from actors import ownership as own
 from runtime.actor import Context
 from schemas import messages as m
 from schemas import subjects
 from schemas.errors import TooLarge
-from schemas.record import Fence, Record
+from schemas.record import Fence, Record, Strike
 from schemas.subjects import Ref
 
 REMEMBERED = 8192  # ids of ended requests: nobody runs one of them again
@@ -29,6 +29,7 @@ class Records:
         table: of the requests that are owned here.
         perform: performs directives.
         accept: tells a client that its request was taken.
+        strikes: what was heard here of crashes in steps of a request.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Records:
         table: own.Ownership,
         perform: Callable[[list[own.Directive]], None],
         accept: Callable[[Record, Fence], None],
+        strikes: Callable[[str], list[Strike]],
     ) -> None:
         self._context = context
         self._table = table
         self._perform = perform
         self._accept = accept
+        self._strikes = strikes
         self._keeping = keeping.Keeping(context.ref)
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._deferred: dict[str, str] = {}  # held records to be adopted when there is room, and why
@@ -213,6 +216,7 @@ class Records:
             return
         backup = self._keeping.begin(record.request_id, self._others(), now, accepted=True)
         record = record.model_copy(update={"owner": context.ref, "backup": backup})
+        record = poison.told(record, self._strikes(record.request_id))  # of engines that died with their owner
         detokenizers = [e.ref for e in context.membership.members("detokenize", states=("ready", "draining"))]
         self._perform(
             adoption.adopt(

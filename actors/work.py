@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.poison import alone_until
 from engine.live import HeldBlocks, Spent
 from engine.plan import Sampled
 from engine.sequence import Key, Sequence
@@ -150,6 +151,7 @@ class Work:
             deadline=record.deadline,
             arrival=arrival,
             priority=CLASSES.index(record.request_class),
+            alone_until=alone_until(record.strikes, len(outputs)),
         )
 
     def keys(self) -> list[Key]:

@@ -18,6 +18,7 @@ from chaos.judge import Verdict, by_scenario, figures, judge, references
 from chaos.run import Runner, interleaved, summary
 from chaos.scenarios import GROUPS, Scenario, resolve
 from chaos.watch import Watch
+from chaos.workload import POISON
 
 FULL_SCRIPTED = 850  # faults that count, with engines that verify every block
 FULL_REAL = 150
@@ -40,7 +41,8 @@ def fits(scenario: Scenario, engine: str, proxy: bool = False) -> bool:
 def script(directory: Path, pace_s: float) -> Path:
     """Write a script for the scripted engine with a pace like that of a small model, or faster."""
     path = directory / "script.json"
-    path.write_text(json.dumps({"pace_s": pace_s, "prefill_s_per_token": 0.0003}))
+    poison = {"contains": list(POISON.encode()), "dies": {"at": 4, "by": "SIGSEGV"}}
+    path.write_text(json.dumps({"pace_s": pace_s, "prefill_s_per_token": 0.0003, "rules": [poison]}))
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from chaos.proxy import Delay, Proxy
+from chaos.workload import POISON
 
 if TYPE_CHECKING:
     from chaos.bus import ProxiedBus
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 
 SLOW_S = 0.05  # the most that a piece takes through a slow line; far below what counts as silence
+POISON_LIMIT_S = 60.0
+POISONED_STATUS = 422
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +198,37 @@ async def _slow_bus(faults: Faults, target: Target) -> Done:
     return Done("slow-bus", target.victim, target.pid, at)
 
 
+async def _poison(faults: Faults, target: Target) -> Done:
+    """Send a request that kills the engines that run it; it must be refused, having killed two.
+
+    Raises:
+        RuntimeError: if it ends otherwise.
+    """
+    if faults.instance is None:
+        raise RuntimeError("somebody else's instance has no engine that dies on demand")
+    gone_at = math.inf  # with more engines than it kills the victim may survive: such a fault does not count
+
+    async def watch() -> None:
+        nonlocal gone_at
+        while psutil.pid_exists(target.pid):
+            await asyncio.sleep(0.005)
+        gone_at = faults.now()
+
+    watching = asyncio.create_task(watch(), name="watch the victim of a poisonous request")
+    try:
+        async with faults.instance.address.client(POISON_LIMIT_S) as http:
+            model = (await http.get("/v1/models")).json()["data"][0]["id"]
+            body = {"model": model, "prompt": POISON, "max_tokens": 64, "temperature": 0.0}
+            answer = await http.post("/v1/completions", json=body)
+    finally:
+        watching.cancel()
+    if answer.status_code != POISONED_STATUS:
+        raise RuntimeError(f"a request that kills engines ended with {answer.status_code}: {answer.text[:200]}")
+    return Done("poison", target.victim, target.pid, gone_at)
+
+
 FAULTS: dict[str, Perform] = {
-    "kill": _kill, "freeze": _freeze, "drain": _drain,
+    "kill": _kill, "freeze": _freeze, "drain": _drain, "poison": _poison,
     "restart-nats": _restart_nats, "freeze-nats": _freeze_nats,
     "cut": _cut, "break": _break, "break-all": _break_all, "slow-bus": _slow_bus,
 }  # fmt: skip

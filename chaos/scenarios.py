@@ -96,6 +96,8 @@ SCENARIOS: dict[str, Scenario] = {
         _one("freeze", "transfer", "burst"),
         _one("freeze", "kv", "burst"),
         _one("freeze", "admission", "streams"),
+        # Engines that crash, of a request that kills whoever runs it.
+        Scenario("poison-decode", (Act("decode", "poison"),), engine="scripted"),
         # The bus: the victim only says under whose streams.
         Scenario("restart-nats", (Act("decode", "restart-nats"),)),
         Scenario("freeze-nats", (Act("decode", "freeze-nats", for_s=(1.0, 4.0)),)),

@@ -10,6 +10,8 @@ SUBJECTS = (
     "a lighthouse keeper who counts ships", "the history of a small bridge", "how bread rises", "a letter to a river",
     "why leaves turn red", "a train that is always late", "the rules of an invented game", "a market on a rainy day",
 )
+# Of a prompt with this the scripted engine of a private instance dies, after a few tokens.
+POISON = "chaos: no engine survives this"
 FILLER = "The committee met again and wrote down what each of the members had seen along the river that week. "
 
 

@@ -26,7 +26,7 @@ from engine.live import (
     make_row,
 )
 from engine.parking import Parking
-from engine.plan import BatchPlan, Row, Runner, Sampled
+from engine.plan import BatchPlan, Note, Row, Runner, Sampled
 from engine.planner import Planner
 from engine.prefills import Prefills
 from engine.roster import Roster
@@ -72,6 +72,7 @@ class EngineCore:
         max_draft: int = MAX_DRAFT,
         tenant_weights: Mapping[str, float] | None = None,
         pace_s: Mapping[int, float] | None = None,
+        note: Note | None = None,
     ) -> None:
         """Bind the runner to the pool.
 
@@ -90,12 +91,14 @@ class EngineCore:
             max_draft: most ids guessed per sequence and step, 1 to 8.
             tenant_weights: shares of tenants where several wait; absent ones have 1.
             pace_s: by priority, the longest step that running sequences shall see; absent: as `StepCosts` says.
+            note: told what each step computes.
         """
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
         self.max_context = min(runner.max_context, pool.num_blocks * BLOCK_TOKENS)
         self._root = root
+        self._note = note
         self.now = now
         self.wall = wall
         self._max_waiting = max_waiting
@@ -418,12 +421,17 @@ class EngineCore:
             return [], None
         plan = BatchPlan(int(self._counts["steps"]), rows)
         self._counts["steps"] += 1
+        if self._note is not None:
+            self._note.begin(tuple(dict.fromkeys(row.key.request_id for row in rows)))
         started = self.now()
         try:
             sampled = self.runner.execute(plan)
         except Exception as exc:  # whatever a runner raises is the end of this batch only
             self._counts["crashes"] += 1
             return [], f"{type(exc).__name__}: {exc}"
+        finally:
+            if self._note is not None:
+                self._note.end()
         took = self.now() - started
         self._measured = total_work((row.start, len(row.ids)) for row in rows), took
         self._prefills.add(rows, took)

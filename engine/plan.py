@@ -91,6 +91,18 @@ def accept(row: Row, samples: Iterable[Sampled]) -> list[Sampled]:
     return out
 
 
+class Note(Protocol):
+    """Where an engine writes down what it is about to compute, so that it can be read when the process has died."""
+
+    def begin(self, names: tuple[str, ...]) -> None:
+        """A step of these requests begins."""
+        ...
+
+    def end(self) -> None:
+        """It is over."""
+        ...
+
+
 class Runner(Protocol):
     """Executes a step. `TorchRunner` is the real one, `NullRunner` only paces, `ScriptedRunner` emits chosen ids."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
+from engine.apart import EVERYBODY
 from engine.costs import STRETCH, StepCosts, Work
 from engine.lending import Lending
 from engine.parking import Parking
@@ -60,6 +61,10 @@ class Planner:
         return decision
 
     def _plan(self) -> Decision:
+        if self._roster.apart:
+            decision = self._plan_apart()
+            if decision is not None:
+                return decision
         return self._scheduler.plan(
             self._roster.ready(self._pool, self._lent.loads, self._now()),
             [live.seq for live in self._roster.running],
@@ -67,6 +72,33 @@ class Planner:
             prompt_tokens=self._prompt_tokens(),
             shares=self._shares(),
             max_running=self._max_running(),
+            lookup=self._lookup,
+            reclaim=self._reclaimable,
+        )
+
+    def _plan_apart(self) -> Decision | None:
+        """Decide a step of those whose turn it is; None if none of them can do anything without the others' blocks."""
+        roster = self._roster
+        for turn in roster.apart.order():
+            decision = self._plan_turn(turn, roster.apart.requests())
+            if decision.grants or decision.preempt:
+                roster.apart.took(turn)
+                return decision
+        return None
+
+    def _plan_turn(self, turn: str, apart: Container[str]) -> Decision:
+        def has_it(seq: Sequence) -> bool:
+            return seq.key.request_id == turn if turn != EVERYBODY else seq.key.request_id not in apart
+
+        roster, shared = self._roster, turn == EVERYBODY
+        running = [live.seq for live in roster.running if has_it(live.seq)]
+        return self._scheduler.plan(
+            (seq for seq in roster.ready(self._pool, self._lent.loads, self._now()) if has_it(seq)),
+            running,
+            self._pool.num_free,
+            prompt_tokens=self._prompt_tokens() if shared else None,
+            shares=self._shares() if shared else None,
+            max_running=self._max_running() - (len(roster.running) - len(running)),
             lookup=self._lookup,
             reclaim=self._reclaimable,
         )

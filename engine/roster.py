@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
+from engine.apart import Turns
 from engine.fairness import Fairness
 from engine.live import Live
 from engine.scheduler import Shares
@@ -71,6 +72,7 @@ class Roster:
         self.live: dict[Key, Live] = {}
         self.running = Line()
         self.waiting = Line()
+        self.apart = Turns()
         self._lines: dict[str, Line] = {}  # those who wait, by tenant
         self._queued: dict[tuple[str, int], int] = {}  # tokens that wait, by tenant and class
 
@@ -79,6 +81,7 @@ class Roster:
         live = Live(seq, root, (self._rank(seq), self._order))
         self._order += 1
         self.live[seq.key] = live
+        self.apart.add(seq)
         return live
 
     def wait(self, live: Live, now: float = 0.0) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +213,33 @@ class ScriptedRunner:
         return self._pool
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process really ends when it is asked for the id at `at` or a later one: by a signal, or with exit code 3."""
+
+    at: int
+    by: str  # name of a signal, or `exit`
+
+    def come(self) -> None:
+        """End this process."""
+        if self.by == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.Signals[self.by])
+        signal.pause()
+
+
+def _death(spec: dict[str, Any]) -> Death:
+    by = str(spec.get("by", "SIGABRT"))
+    if set(spec) - {"at", "by"} or not (by == "exit" or by in signal.Signals.__members__):
+        raise ValueError(f"{spec!r} is no death: `at` is an index, `by` a signal's name or `exit`")
+    return Death(int(spec.get("at", 0)), by)
+
+
 class Rules:
-    """A script read from JSON: the first rule whose ids occur in the prompt emits its ids, then EOS; else a hash."""
+    """A script read from JSON: the first rule whose ids occur in the prompt emits its ids, then EOS; else a hash.
+
+    A rule with `dies` ends the process in place of emitting anything: `{"at": index, "by": "SIGSEGV"}`.
+    """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         """Read the rules.
@@ -233,10 +261,14 @@ class Rules:
         low, high = spec.get("default_range", [33, 126])
         self._ids = [i for i in range(int(low), int(high) + 1) if i not in self.eos]
         self._rules: list[tuple[list[int], list[list[int]]]] = []
+        self._deaths: list[tuple[list[int], Death]] = []
         for rule in spec.get("rules", []):
-            unknown = set(rule) - {"contains", "emit", "per_choice"}
+            unknown = set(rule) - {"contains", "emit", "per_choice", "dies"}
             if unknown:
                 raise ValueError(f"unknown fields {sorted(unknown)} in a rule")
+            if "dies" in rule:
+                self._deaths.append((list(rule.get("contains", [])), _death(rule["dies"])))
+                continue
             emits = rule["per_choice"] if "per_choice" in rule else [rule["emit"]]
             if not emits:
                 raise ValueError("a rule emits nothing: `per_choice` is empty")
@@ -247,7 +279,10 @@ class Rules:
         self._found: OrderedDict[int, tuple[list[int], list[list[int]] | None, bytes]] = OrderedDict()
 
     def __call__(self, prompt: list[int], choice: int, index: int, sampling: Sampling) -> int:
-        """Return the id at `index`."""
+        """Return the id at `index`, or die if a rule says so."""
+        for wanted, death in self._deaths:
+            if index >= death.at and _contains(prompt, wanted):
+                death.come()
         emits, digest = self._match(prompt)
         if emits is None:
             seed = sampling.seed if sampling.temperature > 0 else 0

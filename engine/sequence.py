@@ -52,6 +52,12 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_hashed: int = 0  # full blocks already published under their hash
     num_preempted: int = 0
+    alone_until: int = 0  # output index before which nobody else takes part in its steps
+
+    @property
+    def alone(self) -> bool:
+        """Whether its next step is its request's own."""
+        return len(self.outputs) < self.alone_until
 
     @property
     def num_tokens(self) -> int:

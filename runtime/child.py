@@ -34,14 +34,16 @@ class Child:
         env: the whole environment.
         log: file that its output is appended to; renamed to `<log>.1` when a start finds it over 32 MiB.
         on_exit: told the exit code, negative for a signal.
+        inherit: descriptors that it gets under their numbers.
 
     Raises:
         OSError: if the program cannot be started.
     """
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], log: Path | None, on_exit: Callable[[int], None]
-    ) -> None:
+        self, argv: Sequence[str], env: Mapping[str, str], log: Path | None, on_exit: Callable[[int], None],
+        *, inherit: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         output = _open_log(log) if log is not None else subprocess.DEVNULL
@@ -53,6 +55,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 process_group=0,
+                pass_fds=tuple(inherit),
                 preexec_fn=_die_with(os.getpid()),
             )
         finally:

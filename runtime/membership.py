@@ -46,6 +46,7 @@ class Member:
     loop_lag_s: float = 0.0
     skewed: bool = False  # its clock is more than 200 ms from the median
     private: bool = False  # it works for its own node alone
+    computing: tuple[str, ...] = ()  # requests of the step in which its process crashed
 
     @property
     def up(self) -> bool:
@@ -129,7 +130,7 @@ class MembershipView:
                 refs[member.ref] = None
         events: list[Event] = []
         for ref in refs:
-            events += self._bury(ref, "exit", now)
+            events += self._bury(ref, "exit", now, tuple(notice.computing))
         return events
 
     def check(self, now: float, well: bool) -> list[Event]:
@@ -147,7 +148,7 @@ class MembershipView:
         self._forget(now)
         return events
 
-    def _bury(self, ref: Ref, reason: str, now: float) -> list[Event]:
+    def _bury(self, ref: Ref, reason: str, now: float, computing: tuple[str, ...] = ()) -> list[Event]:
         if ref in self._dead and (ref not in self._members or reason != "exit" or self._members[ref].exited):
             return []
         self._dead[ref] = now
@@ -158,7 +159,7 @@ class MembershipView:
         member = self._members.get(ref)
         if member is not None:
             if reason == "exit":
-                self._members[ref] = replace(member, exited=True)
+                self._members[ref] = replace(member, exited=True, computing=computing)
             else:
                 self._members[ref] = replace(member, silent=True)
         return [Down(ref, reason)]

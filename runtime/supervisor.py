@@ -14,8 +14,11 @@ from typing import Any
 from runtime.bus import Bus
 from runtime.child import Child
 from runtime.clock import Clock, Tasks
+from runtime.exits import is_crash, oom_kills
 from runtime.membership import DEAF_S, SKEWED, Member, Membership
 from runtime.restart import RestartLimits, RestartPolicy
+from runtime.step_note import ENV as NOTE_ENV
+from runtime.step_note import NotePage
 from runtime.vitals import Vitals
 from schemas.codec import encode
 from schemas.messages import ChildReport, ExitNotice, SupervisorReport
@@ -43,6 +46,7 @@ class NodeSpec:
         frozen_kill_s: silence of its heartbeats after which it is killed.
         log: file for its output; absent: discarded.
         stop_last: stopped after all others (the bus server).
+        noted: it hosts an engine, whose steps are noted where its death does not take the note along.
     """
 
     name: str
@@ -52,6 +56,7 @@ class NodeSpec:
     frozen_kill_s: float = 10.0
     log: Path | None = None
     stop_last: bool = False
+    noted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,8 @@ class _Kept:
     exited_wall: float = 0.0
     next_start: float = 0.0
     failed_since: float | None = None
+    note: NotePage | None = None  # what it computes, to be read when it has crashed
+    failed: bool = False  # it is killed because its actor has failed for good
     waiting: asyncio.Task[Any] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -134,6 +141,7 @@ class Supervisor:
         self._tasks = Tasks()
         self._ticker: asyncio.Task[Any] | None = None
         self._next_report = 0.0
+        self._oom_kills = oom_kills()
         for spec in specs:
             self._keep(spec)
 
@@ -141,6 +149,11 @@ class Supervisor:
         if spec.name in self._kept:
             raise ValueError(f"two children are called {spec.name!r}")
         kept = self._kept[spec.name] = _Kept(spec, RestartPolicy(self._limits))
+        if spec.noted:
+            try:
+                kept.note = NotePage()
+            except OSError as exc:  # its crashes are nobody's then
+                _log.warning("no note of what %s computes: %s", spec.name, exc)
         return kept
 
     # --- starting --------------------------------------------------------------------------------------
@@ -178,11 +191,18 @@ class Supervisor:
 
     def _spawn(self, kept: _Kept) -> None:
         kept.ended.clear()
-        kept.killing = False
+        kept.killing = kept.failed = False
         kept.failed_since = None
         kept.born_at = self.clock.now()
         env = {**os.environ, **kept.spec.env}
-        kept.child = Child(kept.spec.argv, env, kept.spec.log, lambda code: self._on_child_exit(kept, code))
+        inherit = []
+        if kept.note is not None:
+            kept.note.clear()
+            inherit.append(kept.note.fd)
+            env[NOTE_ENV] = str(kept.note.fd)
+        kept.child = Child(
+            kept.spec.argv, env, kept.spec.log, lambda code: self._on_child_exit(kept, code), inherit=inherit
+        )
         _log.info("started %s as process %d", kept.spec.name, kept.child.pid)
 
     # --- exits -----------------------------------------------------------------------------------------
@@ -212,10 +232,26 @@ class Supervisor:
         if self._bus is None or not kept.spec.kinds:
             return
         refs = [m.ref for m in self._members_of(kept.spec.name, pid)]
-        payload = encode(ExitNotice(node=kept.spec.name, pid=pid, code=code, refs=refs))
+        computing = self._computing(kept, code)
+        payload = encode(ExitNotice(node=kept.spec.name, pid=pid, code=code, refs=refs, computing=computing))
         self._bus.publish(EXIT, payload)
         self._bus.push()  # before whatever else follows from this exit: streams stand still until it is known
         self._tasks.spawn(self._repeat(payload), name=f"notice-{kept.spec.name}")
+
+    def _computing(self, kept: _Kept, code: int) -> list[str]:
+        """Return the requests of the step that a child crashed in; none if it did not crash, or not in a step."""
+        if kept.note is None or self._stopping:
+            return []
+        out_of_memory = False
+        if code == -signal.SIGKILL and not kept.killing:
+            before, self._oom_kills = self._oom_kills, oom_kills()
+            out_of_memory = self._oom_kills > before
+        if not is_crash(code, failed=kept.failed, out_of_memory=out_of_memory):
+            return []
+        computing = kept.note.read()
+        if computing:
+            _log.warning("%s crashed in a step of %s", kept.spec.name, ", ".join(computing))
+        return computing
 
     async def _repeat(self, payload: bytes) -> None:
         for pause_s in REPEAT_NOTICE_S:
@@ -298,6 +334,7 @@ class Supervisor:
         elif kept.failed_since is None:
             kept.failed_since = now
         elif now - kept.failed_since > FAILED_KILL_S:
+            kept.failed = True
             self._kill(kept, child, f"{failed.ref.kind} failed: {failed.reason}")
 
     def _kill(self, kept: _Kept, child: Child, reason: str) -> None:
@@ -354,6 +391,10 @@ class Supervisor:
             await self._stop_group(group, end)
         await self._tasks.cancel_all()
         self._ticker = None
+        for kept in self._kept.values():
+            if kept.note is not None and (kept.child is None or not kept.child.running):
+                kept.note.close()
+                kept.note = None
         return {name: kept.exit_code for name, kept in self._kept.items()}
 
     async def _stop_group(self, group: list[_Kept], end: float) -> None:

@@ -12,6 +12,7 @@ HeadraceError
 ├── SlowReader                 408  the client took nothing of its answer for too long
 ├── TooLarge                   413  a body or bus message exceeds a stated limit
 ├── UnsupportedMediaType       415
+├── Poisoned                   422  engines crash when they compute it
 ├── Overloaded                 429  a quota or a queue is full
 ├── Cancelled                  499  the client left (never sent to it)
 ├── InternalError              500
@@ -139,6 +140,17 @@ class UnsupportedMediaType(HeadraceError):
     status = 415
     error_type = "invalid_request_error"
     default_code = "unsupported_media_type"
+
+
+class Poisoned(HeadraceError):
+    """Raised when engines crashed one after another while they computed a request: it is not run again.
+
+    The fault is ours, but whoever took a 5xx for it would send the request again, and take down two more.
+    """
+
+    status = 422
+    error_type = "invalid_request_error"
+    default_code = "request_poisoned"
 
 
 class Overloaded(HeadraceError):

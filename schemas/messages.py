@@ -716,12 +716,16 @@ class Heartbeat(Message):
 
 
 class ExitNotice(Message):
-    """A supervisor saw a node end: none of these incarnations will speak again."""
+    """A supervisor saw a node end: none of these incarnations will speak again.
+
+    `computing`: if it crashed, the requests of the step that it was in.
+    """
 
     node: str
     pid: int
     code: int
     refs: list[RefField]
+    computing: list[str] = []
 
 
 class ChildReport(Model):

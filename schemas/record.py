@@ -69,6 +69,13 @@ class ReplyTo(Model):
     encoding: Literal["msgpack", "json"] = "msgpack"
 
 
+class Strike(Model):
+    """An engine crashed while it computed a request: which incarnation, and whether it computed nothing else."""
+
+    epoch: str
+    alone: bool = False
+
+
 class Record(Model):
     """Everything needed to run a request on any set of actors.
 
@@ -95,6 +102,7 @@ class Record(Model):
     cache_salt: str = ""
     warm: bool = False  # its KV is stored while it runs, so that a survivor loads it
     prompt_ids: list[list[int]] = []
+    strikes: list[Strike] = []  # engines that crashed while they computed it
 
     @property
     def num_choices(self) -> int:

@@ -50,6 +50,8 @@ class Nodes:
         self.directory = directory
         self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
+        self.crashes: list[tuple[str, tuple[str, ...]]] = []  # nodes of engines, and what they computed when they died
+        self._burials: set[asyncio.Future[None]] = set()
 
     # --- nodes ----------------------------------------------------------------------------------
 
@@ -80,10 +82,19 @@ class Nodes:
                     remote=bool(self.hosts), copies_per_minute=COPIES_PER_MINUTE, quotas=self.quotas,
                 )  # fmt: skip
             case _:
-                return SteppedEngineActor(
+                engine = SteppedEngineActor(
                     context, role=kind, make_runner=self.make_runner, directory=self.directory,
                     prefix=PREFIX, num_blocks=NUM_BLOCKS, token_budget=TOKEN_BUDGET, max_running=16,
                 )  # fmt: skip
+                engine.on_death = functools.partial(self._died, context.node)
+                return engine
+
+    def _died(self, name: str, computing: tuple[str, ...]) -> None:
+        """An engine has crashed in a step of these requests: its node is gone, and comes back."""
+        self.crashes.append((name, computing))
+        task = asyncio.ensure_future(self.kill(name, computing=computing))
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
 
     def actor(self, name: str) -> Any:
         """The actor of a node."""
@@ -106,10 +117,10 @@ class Nodes:
                 return name
         return names[0]
 
-    async def kill(self, name: str, *, again_after_s: float | None = 0.3) -> None:
-        """SIGKILL; a supervisor says so and starts it again, if `again_after_s` is set."""
+    async def kill(self, name: str, *, again_after_s: float | None = 0.3, computing: tuple[str, ...] = ()) -> None:
+        """SIGKILL, or a crash in a step of these; it is announced, and started again if `again_after_s` is set."""
         kind, _, number = name.partition("-")
-        await self.system.kill(self.nodes[name])
+        await self.system.kill(self.nodes[name], code=-6 if computing else -9, computing=computing)
         if again_after_s is not None:
             await self.system.clock.sleep(again_after_s)
             await self.system.start(self.make(kind, int(number)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -129,14 +129,22 @@ class MemorySystem:
             if (slot.node in nodes) if nodes else (slot.node._loop is None and not slot.gone):
                 await slot.node.start()
 
-    async def kill(self, node: Node, *, announce: bool = True) -> None:
-        """Let a node vanish as by SIGKILL; unless told otherwise a supervisor announces it at once."""
+    async def kill(
+        self, node: Node, *, announce: bool = True, code: int = -9, computing: Sequence[str] = ()
+    ) -> None:
+        """Let a node vanish as by SIGKILL; unless told otherwise a supervisor announces it at once.
+
+        Args:
+            computing: requests of the step in which it crashed, if it did; `code` is another one then.
+        """
         slot = self._slots[node.name]
         slot.gone = True
         slot.control.vanish()
         slot.stream.vanish()
         if announce:
-            notice = ExitNotice(node=node.name, pid=node.pid, code=-9, refs=node.refs)
+            notice = ExitNotice(
+                node=node.name, pid=node.pid, code=code, refs=node.refs, computing=list(computing)
+            )
             self.outside.publish(EXIT, encode(notice))
         await node.vanish()
 

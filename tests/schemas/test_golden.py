@@ -31,7 +31,7 @@ from schemas.items import (
     parse_acks,
     parse_items,
 )
-from schemas.record import Fence, Record, ReplyTo, Sampling
+from schemas.record import Fence, Record, ReplyTo, Sampling, Strike
 from schemas.subjects import Ref
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +202,11 @@ def current() -> dict[str, str]:
     out = {type(e).__name__: encode(e, OWNER).hex() for e in EXAMPLES}
     out["without a sender"] = encode(m.Closed(request_id="5f0c", fence=FENCE)).hex()
     out["penalties and masks"] = encode(m.Open(**HEAD, record=PENALIZED), OWNER).hex()
+    crash = m.ExitNotice(node="decode-0", pid=4711, code=-11, refs=[DECODE], computing=["5f0c", "5f0d"])
+    out["a crash"] = encode(crash).hex()
+    strikes = [Strike(epoch=DECODE.epoch), Strike(epoch=PREFILL.epoch, alone=True)]
+    struck = RECORD.model_copy(update={"strikes": strikes})
+    out["strikes"] = encode(m.Keep(**HEAD, record=struck), OWNER).hex()
     out[ITEMS] = encode_hot(ITEMS, DECODE, items_body(ITEM_BATCHES)).hex()
     out[ACKS] = encode_hot(ACKS, DETOK, acks_body(ACK_LIST)).hex()
     out[FRAMES] = encode_hot(FRAMES, DETOK, FRAME_LIST).hex()
@@ -243,6 +248,16 @@ def test_penalties_and_masks_cross_the_bus() -> None:
 
     plain = encode(m.Open(**HEAD, record=RECORD))
     assert not any(name in plain for name in (b"penalty", b"logit_bias", b"allowed", b"min_tokens"))
+
+
+def test_strikes_and_what_a_crashed_engine_computed_cross_the_bus() -> None:
+    """They survive the owner (R12), and are absent from what has none of them."""
+    keep, _ = decode(bytes.fromhex(golden()["strikes"]))
+    crash, _ = decode(bytes.fromhex(golden()["a crash"]))
+
+    assert isinstance(keep, m.Keep) and [s.alone for s in keep.record.strikes] == [False, True]
+    assert isinstance(crash, m.ExitNotice) and crash.computing == ["5f0c", "5f0d"]
+    assert "strikes" not in split(bytes.fromhex(golden()["Keep"]))[3]["record"]
 
 
 def test_hot_golden_bytes_are_understood() -> None:

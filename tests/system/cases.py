@@ -26,6 +26,7 @@ def script() -> dict[str, Any]:
             rule("CASE-UNICODE", UNICODE.encode()),
             rule("CASE-BROKEN", BROKEN),
             rule("CASE-ALIVE", b"alive and well"),
+            {"contains": list(b"CASE-DEADLY"), "dies": {"at": 3, "by": "SIGSEGV"}},
         ],
     }
 
