@@ -45,9 +45,13 @@ class EngineReport:
         self._load.observe(num_blocks * BLOCK_TOKENS, 0, seconds)
 
     def load(self) -> dict[str, Any]:
-        """Return what rides in heartbeats: a, b, c of a + b·T + c·T² for prefills, a and b for loads, a number."""
+        """Return what rides in heartbeats: a, b, c of a + b·T + c·T² for prefills, a and b for loads, a number.
+
+        An engine that has computed nothing yet says so: who places prompts takes it for one like the others.
+        """
         self.costs = prefill, load = self._prefill.cost, self._load.cost
         return {
+            **({} if self._prefill.observations else {"unmeasured": True}),
             "prefill_cost": [prefill.fixed_s, prefill.per_token_s, prefill.per_square_s],
             "load_cost": [load.fixed_s, load.per_token_s],
             "tiers": self._announcer.numbers(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -138,7 +138,8 @@ def views_of(
     tie: str = "",
 ) -> dict[Ref, View]:
     """Return what is known of each engine for one prompt; the arguments are those of `place`."""
-    costs = _alike({c.ref: _costs(c, disk_s_per_token.get(c.ref, 0.0)) for c in engines})
+    told = {c.ref: _costs(c, disk_s_per_token.get(c.ref, 0.0)) for c in engines}
+    costs = _alike(told, [c.ref for c in engines if c.load.get("unmeasured")])
     return {c.ref: _view(c, in_flight, now, costs[c.ref], stored.get(c.ref, Stored()), tie) for c in engines}
 
 
@@ -229,16 +230,21 @@ def _numbers(said: Any, count: int) -> list[float]:
     return [float(x) for x in said] if right else []
 
 
-def _alike(costs: dict[Ref, Costs]) -> dict[Ref, Costs]:
-    """Give engines that compute about as fast as the one in the middle its costs of computing."""
-    if len(costs) < 2:
+def _alike(costs: dict[Ref, Costs], unmeasured: Container[Ref]) -> dict[Ref, Costs]:
+    """Give engines that compute about as fast as the one in the middle its costs of computing.
+
+    So do `unmeasured` ones: what they tell is a guess, and one that is too high would keep all work from them, and with
+    it what they could measure.
+    """
+    measured = [ref for ref in costs if ref not in unmeasured]
+    if len(costs) < 2 or not measured:
         return costs
     seconds = {ref: own.prefill.seconds(TYPICAL_TOKENS) for ref, own in costs.items()}
-    middle = sorted(costs, key=lambda ref: (seconds[ref], ref))[(len(costs) - 1) // 2]
+    middle = sorted(measured, key=lambda ref: (seconds[ref], ref))[(len(measured) - 1) // 2]
     usual = costs[middle].prefill
     return {
         ref: Costs(usual, own.load, disk=own.disk)
-        if seconds[middle] / ALIKE <= seconds[ref] <= seconds[middle] * ALIKE
+        if ref in unmeasured or seconds[middle] / ALIKE <= seconds[ref] <= seconds[middle] * ALIKE
         else own
         for ref, own in costs.items()
     }

@@ -52,6 +52,11 @@ class PrefillFit:
         self._cost = None
 
     @property
+    def observations(self) -> int:
+        """How many prefills the fit has seen."""
+        return self._count
+
+    @property
     def cost(self) -> PrefillCost:
         """The fit so far."""
         if self._cost is None:

@@ -221,6 +221,19 @@ def test_engines_that_are_about_as_fast_count_as_equal_and_others_do_not() -> No
     assert alike.first.id == "1" and slower.first.id == "0"
 
 
+def test_an_engine_that_has_computed_nothing_counts_as_one_like_the_others() -> None:
+    """It was started again, and its guess is ten times what they take: it would get no prompt, and learn nothing."""
+    fast, guess = [0.001, 1e-4, 0.0], [0.005, 1e-3, 0.0]
+    old = [engine("decode", n, prefill_cost=fast, running=1) for n in range(2)]
+
+    fresh = choose(*old, engine("decode", 2, prefill_cost=guess, unmeasured=True), prompt_tokens=1000)
+    slow = choose(*old, engine("decode", 2, prefill_cost=guess), prompt_tokens=1000)
+    nobody = choose(*(engine("decode", n, prefill_cost=guess, unmeasured=True) for n in range(2)), prompt_tokens=1000)
+
+    assert fresh.first.id == "2" and slow.first.id != "2"
+    assert nobody.estimate_s > 0.9
+
+
 def test_costs_that_make_no_sense_are_not_believed() -> None:
     """What another node says is data, not trust."""
     for said in ([], ["a", 1, 2], [0.0, float("nan"), 0.0], [-1.0, 1.0, 1.0], 7):
