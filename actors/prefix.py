@@ -424,10 +424,12 @@ class PrefixStore:
     # --- storing --------------------------------------------------------------------------------
 
     def computed(self, works: Iterable[Work], *, hurry: bool = False) -> None:
-        """Prompts of these are complete, and may be stored: at a tick, so as not to compete with the way out of items.
+        """Prompts are complete, and may be stored: at a tick, so as not to compete with the way out of their first ids.
+
+        They are not kept back until the answers end: who takes these over after a death finds the prompts stored.
 
         Args:
-            works: whose sequences ended or were handed on.
+            works: whose first ids have come; what others have left to be stored goes along.
             hurry: whether somebody is to find their blocks soon.
         """
         blocks = sum(len(ids) // BLOCK_TOKENS for work in works for ids in work.record.prompt_ids)
