@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict
 
 from nats.aio.client import Client as Nats
@@ -22,7 +23,8 @@ from schemas.codec import DecodeError, decode, encode
 from schemas.subjects import Ref
 
 MAX_KNOWN = 65_536
-BATCH = 32
+BATCH = 16
+PAUSE_S = 0.5  # in so long a prompt may ask for what was forged before that makes room for the next
 
 
 class Forger:
@@ -35,6 +37,7 @@ class Forger:
         self._pool: m.PoolHandle | None = None
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()
         self._gone: OrderedDict[bytes, bytes] = OrderedDict()
+        self._next_at = 0.0
         self._count = 0
         self.stored = 0
 
@@ -67,8 +70,9 @@ class Forger:
         for table in (self._parents, self._gone):
             while len(table) > MAX_KNOWN:
                 table.popitem(last=False)
-        if self._pool is not None and len(self._gone) >= BATCH:
-            hashes = list(self._gone)[:BATCH]
+        now = time.monotonic()
+        if self._pool is not None and now >= self._next_at and (hashes := prefixes(self._gone, BATCH)):
+            self._next_at = now + PAUSE_S
             parents = [self._gone.pop(digest) for digest in hashes]
             await self._send(
                 m.KvReserve(ticket=self._ticket(), hashes=hashes, parents=parents, pool=self._pool, reply=self._ref)
@@ -93,6 +97,25 @@ class Forger:
     def _ticket(self) -> str:
         self._count += 1
         return f"forger.{self._ref.epoch}.{self._count}"
+
+
+def prefixes(gone: dict[bytes, bytes], limit: int) -> list[bytes]:
+    """Return blocks that lookups will ask for: those that went last, each behind all that it builds on.
+
+    Args:
+        gone: blocks that the store has dropped, with the blocks before them, in the order of their going.
+        limit: most blocks.
+    """
+    out: dict[bytes, None] = {}
+    for digest in reversed(list(gone)):
+        chain = [digest]
+        while gone.get(chain[-1], b"") in gone and gone[chain[-1]] not in out:
+            chain.append(gone[chain[-1]])
+        new = [block for block in reversed(chain) if block not in out]
+        out |= dict.fromkeys(new[: limit - len(out)])
+        if len(out) == limit:
+            break
+    return list(out)
 
 
 async def forge(nats: Nats) -> Forger:

@@ -52,13 +52,13 @@ async def rest(f: Fleet) -> None:
 
 @pytest.mark.slow
 def test_a_survivor_loads_what_a_warm_request_had_computed(tmp_path: Path) -> None:
-    """620 tokens were there; all but what was not stored yet are loaded, and the text is the same."""
+    """620 tokens were there: the prompt's 220 are loaded in any case, and all but what was not stored yet."""
     for name in ("cold", "warm"):
         (tmp_path / name).mkdir()
     cold = computed_by_survivor(tmp_path / "cold")
     warm = computed_by_survivor(tmp_path / "warm", warm_failover=True)
 
-    assert cold >= len(PROMPT) + 380
+    assert 380 <= cold <= 400 + 64
     assert warm <= 64
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from bench.soak import memory
 from bench.soak.__main__ import verdict
+from bench.soak.forger import prefixes
 from bench.soak.plan import TENANTS, TURNS, Answer, Sent, Traffic, document, problems, turn
 from headrace.fetch import cached_model
 from tests.support.ports import free_ports
@@ -167,3 +168,12 @@ def test_a_short_soak_ends_well_and_fails_with_wrong_blocks_in_the_store(
     else:
         assert result["texts_compared"] > 0 and result["crossings"] > 0 and not result["why"]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_forger_takes_what_went_last_behind_all_that_it_builds_on() -> None:
+    """A block whose beginning is not there is never asked for."""
+    gone = {b"b1": b"b0", b"b0": b"root", b"a2": b"a1", b"a0": b"root", b"a1": b"a0", b"c5": b"c4"}
+
+    assert prefixes(gone, 9) == [b"c5", b"a0", b"a1", b"a2", b"b0", b"b1"]
+    assert prefixes(gone, 3) == [b"c5", b"a0", b"a1"]
+    assert prefixes({}, 3) == []
