@@ -183,7 +183,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if "system" in args.parts:
         directory = Path(tempfile.mkdtemp(prefix="headrace-engine-"))
         result["system"] = asyncio.run(whole.measure(args, args.runners[0], directory))
-    return result
+    missed = missing(result)
+    return result | {"missed": missed, "ok": not missed}
+
+
+def missing(result: dict[str, Any]) -> list[str]:
+    """Return the figures that miss their target, by name."""
+    rows = {f"{r['what']} {r['number']} over {r['over']}": r for r in result["ratios"]}
+    rows |= {name: row for name, row in result.get("system", {}).items() if isinstance(row, dict)}
+    if result.get("ours"):
+        mine = best(result["ours"])
+        rows |= {name: {"met": target.met(mine[name])} for name, target in targets.ALONE.items() if name in mine}
+    return [name for name, row in rows.items() if row.get("met") is False]
 
 
 def main() -> int:

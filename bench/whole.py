@@ -23,6 +23,7 @@ from bench.targets import LONG, SHORT, Target
 
 THROUGHPUT, ADDED_TTFT_MS, PAUSE = Target(0.9, True), Target(5.0, False), Target(3.0, False)
 TURNS = 3
+BURSTS = 7  # of the whole system; each takes some seconds, and machines have slow ones
 TTFT_WARM_UP, TTFT_TURNS, TTFT_REQUESTS = 20, 7, 30  # one at a time; what is used for the first time takes longer
 TTFT_REST_S = 3.0  # between turns: one of them takes a third of a second, and machines have slow seconds
 RUNNING_TOKENS = 400  # of the streams that run while a long prompt comes in
@@ -112,7 +113,7 @@ def engine_alone(args: argparse.Namespace, runner: str) -> float:
 
 
 async def measure(args: argparse.Namespace, runner: str, directory: Path) -> dict[str, Any]:
-    """Measure the three figures.
+    """Measure the three figures. The engine alone runs before and after the whole system, never beside it.
 
     Args:
         args: of `bench.engine`.
@@ -124,25 +125,27 @@ async def measure(args: argparse.Namespace, runner: str, directory: Path) -> dic
     """
     tokens, streams = args.tokens, args.streams
     rates, pauses = [], []
+    alone = [engine_alone(args, runner)]
     up = [f"--pool-tokens={POOL_TOKENS}", *args.up]
     async with Server(servers.ours(args.model, args.port_base, up), directory / "whole.log") as server:
         gate = [long_text(900 + i, SHORT) for i in range(5)]
         if differing := await load.differing(server.base, server.model, gate, min(24, tokens)):
             raise load.GateFailed("the whole system", differing, len(gate))
-        for turn in range(TURNS):
+        for turn in range(BURSTS):
             prompts = [long_text(1000 * (turn + 1) + i, SHORT) for i in range(streams)]
             rates.append((await load.measure(server.base, server.model, prompts, streams, tokens)).tokens_per_s)
         for turn in range(TURNS):
             pauses.append(await admitted(server, streams, 10_000 * (turn + 1)))
-    alone = engine_alone(args, runner)
+    alone.append(engine_alone(args, runner))
     null = servers.ours(args.model, args.port_base + 5, ["--engine", "null", *args.up])
     async with Server(null, directory / "null.log") as server:
         first, bare = await first_texts(server)
-    rate, over = statistics.median(rates), statistics.median(p["over"] for p in pauses)
+    rate, engine, over = statistics.median(rates), statistics.mean(alone), statistics.median(p["over"] for p in pauses)
     return {
-        "streams": streams, "whole_tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(alone, 1),
-        "throughput_over_engine": judged(rate / alone, THROUGHPUT),
+        "streams": streams, "whole_tokens_per_s": round(rate, 1), "engine_tokens_per_s": round(engine, 1),
+        "throughput_over_engine": judged(rate / engine, THROUGHPUT),
         "first_text_p50_ms": round(first, 2), "http_alone_p50_ms": round(bare, 2),
         "added_ttft_p50_ms": judged(first - bare, ADDED_TTFT_MS),
+        "bursts_tokens_per_s": [round(r, 1) for r in rates], "alone_tokens_per_s": [round(r, 1) for r in alone],
         "pause_over_median_itl": judged(over, PAUSE), "pauses": pauses,
     }  # fmt: skip
