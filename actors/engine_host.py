@@ -527,9 +527,8 @@ class EngineActor(Actor):
         self.emit(touched.values())
         self.destination.retry()
         warm = any(work.record.warm for work in touched.values())
-        if result.cached or result.ended or warm:
-            begun = {key.request_id for key in result.cached}
-            self.prefix.computed(filter(None, map(self.works.get, begun)), hurry=warm)
+        over = {key.request_id for key, _ in (*result.held, *result.ended)}
+        self.prefix.computed(filter(None, map(self.works.get, over)), begun=bool(result.cached), hurry=warm)
 
     def emit(self, works: Any) -> None:
         """Send new items: one message per detokenizer."""

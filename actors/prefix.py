@@ -423,17 +423,21 @@ class PrefixStore:
 
     # --- storing --------------------------------------------------------------------------------
 
-    def computed(self, works: Iterable[Work], *, hurry: bool = False) -> None:
-        """Prompts are complete, and may be stored: at a tick, so as not to compete with the way out of their first ids.
-
-        They are not kept back until the answers end: who takes these over after a death finds the prompts stored.
+    def computed(self, ended: Iterable[Work], *, begun: bool = False, hurry: bool = False) -> None:
+        """What prompts left may be stored: at a tick, so as not to compete with the way out of their first ids.
 
         Args:
-            works: whose first ids have come; what others have left to be stored goes along.
-            hurry: whether somebody is to find their blocks soon.
+            ended: whose sequences ended or were handed on.
+            begun: whether prompts are complete whose answers have only begun.
+            hurry: whether somebody is to find soon what was computed.
         """
-        blocks = sum(len(ids) // BLOCK_TOKENS for work in works for ids in work.record.prompt_ids)
-        self._pace.computed(blocks, self._engine.clock.now(), hurry=hurry)
+        now = self._engine.clock.now()
+        if begun:
+            self._pace.computed(now)
+        for work in ended:
+            self._pace.ended(sum(len(ids) // BLOCK_TOKENS for ids in work.record.prompt_ids), now)
+        if hurry:
+            self._pace.hurry(now)
 
     def _introduce(self) -> None:
         """Show a new store the layout of the blocks here, so that it is prepared before the first lookup."""
