@@ -40,6 +40,11 @@ class EngineReport:
         for one in prefills:
             self._prefill.observe(one.num_tokens, one.num_cached, one.seconds)
 
+    @property
+    def per_token_s(self) -> float:
+        """What a token of such prompts as come here takes, with its part of what does not depend on length."""
+        return self.costs[0].average_s(self._prefill.typical)
+
     def loaded(self, num_blocks: int, seconds: float) -> None:
         """Blocks came from the store's memory, in so long from the question to the last check."""
         self._load.observe(num_blocks * BLOCK_TOKENS, 0, seconds)
@@ -47,11 +52,12 @@ class EngineReport:
     def load(self) -> dict[str, Any]:
         """Return what rides in heartbeats: a, b, c of a + b·T + c·T² for prefills, a and b for loads, a number.
 
-        An engine that has computed nothing yet says so: who places prompts takes it for one like the others.
+        An engine that has computed nothing yet says so: who places prompts takes it for one like the others. The number
+        behind `prefill_tokens` is the length at which it knows best what it takes.
         """
         self.costs = prefill, load = self._prefill.cost, self._load.cost
         return {
-            **({} if self._prefill.observations else {"unmeasured": True}),
+            **({"prefill_tokens": round(self._prefill.typical, 1)} if self._prefill.typical else {"unmeasured": True}),
             "prefill_cost": [prefill.fixed_s, prefill.per_token_s, prefill.per_square_s],
             "load_cost": [load.fixed_s, load.per_token_s],
             "tiers": self._announcer.numbers(),

@@ -20,7 +20,7 @@ STALE_AFTER_S = 2.0
 SEQUENCE_TOKENS = 64  # what a sequence is worth beside a prompt's tokens, for what it will still take
 FULL_TOKENS = 256.0  # and a pool that is full
 ALIKE = 1.5  # engines whose costs differ by less are taken for equal: else noise would decide who gets more
-TYPICAL_TOKENS = 512
+TYPICAL_TOKENS = 512.0  # of a prompt, where no engine tells
 UNKNOWN = Costs(PrefillCost(0.005, 1e-3), LoadCost(1.0, 5e4, 0.003))  # until an engine tells
 
 
@@ -139,8 +139,14 @@ def views_of(
 ) -> dict[Ref, View]:
     """Return what is known of each engine for one prompt; the arguments are those of `place`."""
     told = {c.ref: _costs(c, disk_s_per_token.get(c.ref, 0.0)) for c in engines}
-    costs = _alike(told, [c.ref for c in engines if c.load.get("unmeasured")])
-    return {c.ref: _view(c, in_flight, now, costs[c.ref], stored.get(c.ref, Stored()), tie) for c in engines}
+    lengths = sorted(filter(None, map(_typical, engines)))
+    typical = lengths[len(lengths) // 2] if lengths else 0.0
+    costs = _alike(told, [c.ref for c in engines if c.load.get("unmeasured")], typical or TYPICAL_TOKENS)
+    token_s = {ref: max(own.prefill.average_s(typical), 1e-6) for ref, own in costs.items()}
+    return {
+        c.ref: _view(c, _work(c, in_flight) * token_s[c.ref], now, costs[c.ref], stored.get(c.ref, Stored()), tie)
+        for c in engines
+    }
 
 
 def least_loaded(candidates: Sequence[Candidate], in_flight: Mapping[Ref, int], now: float) -> Ref | None:
@@ -194,11 +200,11 @@ def _order(view: View) -> tuple[bool, float, int, int, str]:
     return view.stale, view.queued_s, -view.free_blocks, view.tie, view.name
 
 
-def _view(c: Candidate, in_flight: Mapping[Ref, int], now: float, costs: Costs, stored: Stored, tie: str) -> View:
+def _view(c: Candidate, queued_s: float, now: float, costs: Costs, stored: Stored, tie: str) -> View:
     name = "/".join(c.ref.wire())
     return View(
         name=name,
-        queued_s=_work(c, in_flight) * costs.prefill.per_token_s,
+        queued_s=queued_s,
         stored_tokens=stored.total,
         free_blocks=int(c.load.get("free_blocks", 0)),
         stale=_stale(c, now),
@@ -230,8 +236,15 @@ def _numbers(said: Any, count: int) -> list[float]:
     return [float(x) for x in said] if right else []
 
 
-def _alike(costs: dict[Ref, Costs], unmeasured: Container[Ref]) -> dict[Ref, Costs]:
+def _typical(c: Candidate) -> float:
+    """Return the length of prompts that an engine knows best, 0 if it does not tell."""
+    return next(iter(_numbers([c.load.get("prefill_tokens")], 1)), 0.0)
+
+
+def _alike(costs: dict[Ref, Costs], unmeasured: Container[Ref], typical: float) -> dict[Ref, Costs]:
     """Give engines that compute about as fast as the one in the middle its costs of computing.
+
+    They are compared at the length that they have all measured: what a fit says of others can be anything.
 
     So do `unmeasured` ones: what they tell is a guess, and one that is too high would keep all work from them, and with
     it what they could measure.
@@ -239,7 +252,7 @@ def _alike(costs: dict[Ref, Costs], unmeasured: Container[Ref]) -> dict[Ref, Cos
     measured = [ref for ref in costs if ref not in unmeasured]
     if len(costs) < 2 or not measured:
         return costs
-    seconds = {ref: own.prefill.seconds(TYPICAL_TOKENS) for ref, own in costs.items()}
+    seconds = {ref: own.prefill.average_s(typical) for ref, own in costs.items()}
     middle = sorted(measured, key=lambda ref: (seconds[ref], ref))[(len(measured) - 1) // 2]
     usual = costs[middle].prefill
     return {

@@ -36,6 +36,7 @@ class PrefillFit:
         self._left = [[0.0] * 3 for _ in range(3)]  # sum of x·xᵀ
         self._right = [0.0] * 3  # sum of x·1, as the errors are relative
         self._count = 0
+        self._logs = self._weight = 0.0  # of lengths; how many observations are remembered
         self._cost: PrefillCost | None = prior
         for tokens in _ANCHORS:
             self._add(tokens, 0, max(prior.seconds(tokens), 1e-9), _PRIOR_WEIGHT)
@@ -48,13 +49,17 @@ class PrefillFit:
             row[:] = [value * self._fade for value in row]
         self._right = [value * self._fade for value in self._right]
         self._add(new, prefix, seconds, 1.0)
+        self._logs, self._weight = self._logs * self._fade + math.log(new), self._weight * self._fade + 1.0
         self._count += 1
         self._cost = None
 
     @property
-    def observations(self) -> int:
-        """How many prefills the fit has seen."""
-        return self._count
+    def typical(self) -> float:
+        """Tokens of a prompt such as most are here (the geometric mean); 0 before the first one.
+
+        There the fit is sure. Where all prompts are about as long it is noise which of its terms they are due to.
+        """
+        return math.exp(self._logs / self._weight) if self._count else 0.0
 
     @property
     def cost(self) -> PrefillCost:

@@ -241,7 +241,7 @@ class PrefixStore:
     def _queued_s(self) -> float:
         thread = self._engine.thread
         queued = 0 if thread is None else int(thread.load.get("queued_tokens", 0))
-        return queued * self._engine.report.costs[0].per_token_s
+        return queued * self._engine.report.per_token_s
 
     @property
     def _token_nbytes(self) -> float:

@@ -27,6 +27,11 @@ class PrefillCost:
         """Return the time for `new` tokens after `prefix` that need no computing."""
         return self.fixed_s + self.per_token_s * new + self.per_square_s * new * (new + 2 * prefix)
 
+    def average_s(self, tokens: float) -> float:
+        """Return the time per token of a prompt of so many; 0: of no prompt in particular, the term per token alone."""
+        whole = self.fixed_s + self.per_token_s * tokens + self.per_square_s * tokens * tokens
+        return whole / tokens if tokens > 0.0 else self.per_token_s
+
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:

@@ -27,6 +27,6 @@ def test_an_engine_says_that_it_guesses_until_it_has_computed_a_prompt(tmp_path:
             (engine,) = f.engines()
             assert engine.load()["unmeasured"] is True
             engine.report.computed([Prefill(num_tokens=16, num_cached=0, seconds=0.002)])  # steps take no time here
-            assert "unmeasured" not in engine.load()
+            assert "unmeasured" not in engine.load() and engine.load()["prefill_tokens"] == 16.0
 
     run_virtual(main)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from actors.placement import ALIKE, STALE_AFTER_S, Engines, Placement, Stored, least_loaded, place
 from schemas.subjects import Ref
 
@@ -219,6 +221,22 @@ def test_engines_that_are_about_as_fast_count_as_equal_and_others_do_not() -> No
     slower = choose(paced(0, 1.0, running=1), paced(1, 2.0), prompt_tokens=1000)
 
     assert alike.first.id == "1" and slower.first.id == "0"
+
+
+def test_the_noise_of_a_fit_to_prompts_of_one_length_sends_nobody_to_one_engine() -> None:
+    """All of the time may be the term that does not depend on length, or all that does: the prompts took the same.
+
+    By the terms the first one's queue would take no time at all, and every prompt would join it.
+    """
+    fixed, sloped = [0.05, 0.0, 0.0], [0.0, 4.5e-4, 0.0]
+    for costs in ((fixed, sloped), (sloped, fixed), (fixed, fixed)):
+        engines = [engine("decode", n, prefill_cost=costs[n], prefill_tokens=112.0) for n in range(2)]
+        loaded = [engine("decode", n, prefill_cost=costs[n], prefill_tokens=112.0, running=3 * n) for n in range(2)]
+        drawn = [choose(*engines, prompt_tokens=112, tie=f"request-{n}").first.id for n in range(100)]
+
+        assert 25 <= drawn.count("0") <= 75
+        assert choose(*loaded, prompt_tokens=112).first.id == "0"
+        assert choose(*loaded[::-1], prompt_tokens=112).estimate_s == pytest.approx(0.05, rel=0.3)
 
 
 def test_an_engine_that_has_computed_nothing_counts_as_one_like_the_others() -> None:

@@ -90,6 +90,22 @@ def test_no_term_is_ever_negative(observations: list[tuple[int, int, float]]) ->
     assert 0.0 < cost.seconds(1000) < math.inf
 
 
+def test_the_length_of_most_prompts_is_known_and_what_they_take_whatever_term_it_is() -> None:
+    """Prompts of about one length leave open which term takes the time, not how long they take."""
+    taken, terms = [], []
+    for seed in range(20):
+        draw, fit = random.Random(seed), PrefillFit(PrefillCost(0.005, 1e-3))
+        assert fit.typical == 0.0
+        for _ in range(60):
+            fit.observe(draw.randint(104, 124), 0, 0.05 * math.exp(draw.gauss(0.0, 0.3)))
+        assert 108 < fit.typical < 120
+        taken.append(fit.cost.average_s(fit.typical) * fit.typical)
+        terms.append(fit.cost.per_token_s)
+
+    assert max(taken) < 1.4 * min(taken)
+    assert max(terms) > 10 * min(terms)
+
+
 def test_a_memory_is_positive() -> None:
     """No memory, no fit."""
     with pytest.raises(ValueError, match="0 observations"):
