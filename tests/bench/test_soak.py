@@ -144,8 +144,8 @@ def test_a_run_in_which_something_is_missing_is_no_good_run(worse: dict[str, Any
     assert len(verdict(GOOD | worse)) == 1
 
 
-# On a busy machine hardly anything is loaded in so short a time, if it is only what is dear to compute.
-FORGED = ["--forge", "--env", "HEADRACE_KV_LOAD=always"]
+# In so short a time hardly anything is loaded if it is only what is dear to compute, or what the smallest tier still has.
+FORGED = ["--forge", "--env", "HEADRACE_KV_LOAD=always", "--env", "HEADRACE_HOST_TIER_TOKENS=2560"]
 
 
 @pytest.mark.slow
@@ -157,10 +157,14 @@ def test_a_short_soak_ends_well_and_fails_with_wrong_blocks_in_the_store(
     model = os.environ.get("HEADRACE_TEST_MODEL") or cached_model()
     if model is None:
         pytest.skip("the default model is not there")
-    argv = [sys.executable, "-m", "bench.soak", "--minutes", "0.35", "--talks", "5", "--model", str(model)]
-    argv += ["--port-base", str(free_ports(10)), "--directory", str(tmp_path), *(FORGED if forge else [])]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
-    result = json.loads(done.stdout.splitlines()[-1])
+    for seed in (1, 2, 3):  # in so short a time it is chance whether anything forged is asked for
+        argv = [sys.executable, "-m", "bench.soak", "--minutes", "0.35", "--talks", "5", "--model", str(model)]
+        argv += ["--seed", str(seed), "--port-base", str(free_ports(10)), "--directory", str(tmp_path)]
+        argv += FORGED if forge else []
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
+        result = json.loads(done.stdout.splitlines()[-1])
+        if not forge or result["problems"]:
+            break
 
     assert done.returncode == (1 if forge else 0), done.stdout[-3000:] + done.stderr[-3000:]
     if forge:
