@@ -144,7 +144,7 @@ def test_a_run_in_which_something_is_missing_is_no_good_run(worse: dict[str, Any
     assert len(verdict(GOOD | worse)) == 1
 
 
-# In so short a time hardly anything is loaded if it is only what is dear to compute, or what the smallest tier still has.
+# In so short a time hardly anything is loaded if it is only what is dear to compute, or in the smallest tier.
 FORGED = ["--forge", "--env", "HEADRACE_KV_LOAD=always", "--env", "HEADRACE_HOST_TIER_TOKENS=2560"]
 
 
