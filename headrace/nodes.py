@@ -16,7 +16,6 @@ BUS_NODE = "nats"
 # A frozen edge holds its clients' sockets; they notice nothing until it is gone.
 EDGE_FROZEN_KILL_S = 2.0
 CORES_PER_BUS_THREAD = 4
-ENGINES = frozenset({"prefill", "decode", "both"})
 
 
 def bus_spec(server: BusServer, logs: Path) -> NodeSpec:
@@ -48,7 +47,7 @@ def node_spec(plan: NodePlan, settings: Settings, env: Mapping[str, str], logs: 
     limit = min(EDGE_FROZEN_KILL_S, settings.frozen_kill_s) if "edge" in plan.kinds else settings.frozen_kill_s
     return NodeSpec(
         plan.name, argv, env=dict(env), kinds=plan.kinds, frozen_kill_s=limit, log=logs / f"{plan.name}.log",
-        noted=any(kind in ENGINES for kind in plan.kinds),
+        noted=plan.is_engine,
     )  # fmt: skip
 
 
