@@ -104,11 +104,6 @@ def vllm_python(directory: Path) -> Path:
     return python
 
 
-def _environment() -> dict[str, str]:
-    """Return ours without what only the comparison reads: `headrace up` refuses settings that it does not know."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_PEERS")}
-
-
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
 
 
@@ -161,7 +156,7 @@ class Server:
         with self.log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv, stdout=out, stderr=out, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,
-                env=_environment() | dict(self.spec.env), start_new_session=True,
+                env=dict(os.environ) | dict(self.spec.env), start_new_session=True,
             )  # fmt: skip
         try:
             while not await self._answers():

@@ -19,8 +19,10 @@ from pydantic_settings.sources import EnvSettingsSource, InitSettingsSource, Tom
 
 ENV_PREFIX = "HEADRACE_"
 DEFAULT_FILE = "headrace.toml"
-# Read outside of the settings: the file's own place, and what scripts and tests pass on.
-OTHER_ENV = frozenset({"HEADRACE_CONFIG", "HEADRACE_TEST_MODEL", "HEADRACE_KERNELS", "HEADRACE_NATIVE"})
+# Read outside of the settings: the file's own place, what kernels, scripts and tests read, and where the peers are.
+OTHER_ENV = frozenset(
+    ENV_PREFIX + name for name in ("CONFIG", "TEST_MODEL", "KERNELS", "NATIVE", "PEERS", "PEERS_ONLY", "PEERS_MODEL")
+)
 
 REAL_ENGINES = ("auto", "native", "torch")  # those that compute a model
 

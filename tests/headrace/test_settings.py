@@ -199,3 +199,14 @@ def test_stored_kv_is_always_verified_where_a_model_answers() -> None:
     for value in ("off", "false", "0", ""):
         with pytest.raises(SettingsError, match="kv_verify"):
             load({"engine": "scripted"}, environ={"HEADRACE_KV_VERIFY": value})
+
+
+def test_what_only_scripts_and_comparisons_read_is_no_unknown_setting() -> None:
+    """Whoever exported the place of the peers for a comparison can start the product in the same shell."""
+    env = {"HEADRACE_PEERS": "/opt/peers", "HEADRACE_PEERS_ONLY": "llama", "HEADRACE_PEERS_MODEL": "/opt/model.gguf"}
+
+    loaded = load({}, environ=env | {"HEADRACE_DECODE": "3"})
+
+    assert loaded.settings.decode == 3
+    with pytest.raises(SettingsError, match="peer'"):
+        load({}, environ={"HEADRACE_PEER": "/opt/peers"})
