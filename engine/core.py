@@ -148,7 +148,10 @@ class EngineCore:
         if (reason := self._end_reason(live)) is not None:
             self._end_early(live, reason)
             return
-        self._roster.wait(live, self.now())
+        self._roster.wait(live, self.now(), self._stored(live))
+
+    def _stored(self, live: Live) -> int:
+        return self.pool.peek(live.cacheable)[0] * BLOCK_TOKENS
 
     def want_load(self, key: Key) -> list[bytes]:
         """Return the hashes of a waiting sequence's blocks that follow those in the device tier."""
@@ -177,7 +180,11 @@ class EngineCore:
         if not self._lent.end_load(key, blocks, hashes):
             return 0
         live = self._waiting(key)
-        return 0 if live is None else self.pool.peek(live.cacheable)[0] * BLOCK_TOKENS
+        if live is None:
+            return 0
+        stored = self._stored(live)
+        self._roster.recount(live, stored)
+        return stored
 
     def abandon_load(self, key: Key, *, writer: str | None = None) -> None:
         """Give loading up; the sequence computes its prompt. `writer` may still write until `absolve(writer)`."""

@@ -43,7 +43,7 @@ class Spent(NamedTuple):
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("came", "context", "given", "hashes", "place", "prompt_hashes", "root", "seq", "tag")
+    __slots__ = ("came", "context", "given", "hashes", "place", "prompt_hashes", "queued", "root", "seq", "tag")
 
     def __init__(self, seq: Sequence, root: bytes, place: tuple[float, int]) -> None:
         self.seq = seq
@@ -52,6 +52,7 @@ class Live:
         self.tag = (0.0, 0)  # when it started: its tenant's counter, and the number of the tenant's start before
         self.given = len(seq.outputs)  # ids that it came with
         self.came = 0  # tokens that another engine computed
+        self.queued = 0  # tokens that were to be computed when it was last put into the queue
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
         # Of full blocks, as far as they were needed.
         self.hashes = sequence_hashes(self.context, len(seq.prompt_ids), root=root, warm=seq.warm)

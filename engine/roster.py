@@ -84,8 +84,8 @@ class Roster:
         self.apart.add(seq)
         return live
 
-    def wait(self, live: Live, now: float = 0.0) -> None:
-        """Put a sequence into the queue, with nothing computed."""
+    def wait(self, live: Live, now: float = 0.0, stored: int = 0) -> None:
+        """Put a sequence into the queue, with nothing computed; `stored` of its tokens are in the pool."""
         self.running.discard(live)
         live.restart()
         self.waiting.add(live)
@@ -95,8 +95,15 @@ class Roster:
             in_service = min((v.tag[0] for v in self.running if v.seq.num_uncomputed > 1), default=in_service)
         self.fair.arrived(seq.tenant, now, in_service=in_service)
         self._lines.setdefault(seq.tenant, Line()).add(live)
+        live.queued = seq.num_tokens - stored
         pair = seq.tenant, seq.priority
-        self._queued[pair] = self._queued.get(pair, 0) + seq.num_tokens
+        self._queued[pair] = self._queued.get(pair, 0) + live.queued
+
+    def recount(self, live: Live, stored: int) -> None:
+        """Note that `stored` tokens of a sequence that waits are in the pool now."""
+        queued = live.seq.num_tokens - stored
+        self._queued[live.seq.tenant, live.seq.priority] += queued - live.queued
+        live.queued = queued
 
     def _unqueue(self, live: Live) -> None:
         """Take a sequence out of the queue, if it stands there."""
@@ -110,7 +117,7 @@ class Roster:
         if not len(line):
             del self._lines[seq.tenant]
         pair = seq.tenant, seq.priority
-        self._queued[pair] -= seq.num_tokens
+        self._queued[pair] -= live.queued
         if not self._queued[pair]:
             del self._queued[pair]
 
@@ -239,7 +246,8 @@ class Roster:
         queued: dict[tuple[str, int], int] = {}
         for live in self.waiting:
             pair = live.seq.tenant, live.seq.priority
-            queued[pair] = queued.get(pair, 0) + live.seq.num_tokens
+            assert 0 < live.queued <= live.seq.num_tokens, live.seq
+            queued[pair] = queued.get(pair, 0) + live.queued
         assert queued == self._queued, "the sums of queues are off"
         assert sum(map(len, self._lines.values())) == len(self.waiting), "the tenants' lines are off"
 

@@ -495,13 +495,35 @@ def test_a_sequence_starts_after_its_stored_prefix_is_loaded(tmp_path: Path) -> 
         dest.pool.refs(blocks),
         should_stop=lambda: False,
     )
+    assert dest.load()["queued_tokens"] == 70
     loaded = dest.load_prefix(Key("b", 0), blocks, wanted[:3])
+    assert dest.load()["queued_tokens"] == 70 - 48
+    dest.check_integrity()
     ids = run(dest, each=lambda result: cached.update(result.cached))
 
     assert wanted == [c.hash for c in stored] and parents == [c.parent for c in stored]
     assert loaded == 48 and cached == {Key("b", 0): 48}
     assert ids[Key("b", 0)] == expected(prompt(70), 20)
     assert dest.pool.in_use == 0
+
+
+def test_a_queue_counts_what_is_still_to_be_computed(tmp_path: Path) -> None:
+    """A prompt that the pool holds is not waited for as if it were new: refusals are predicted from this."""
+    core = make_core(tmp_path)
+    core.add(sequence("first", prompt(100), max_tokens=1))
+    run(core)
+    core.add(sequence("again", prompt(100), max_tokens=1))
+    core.add(sequence("other", prompt(100, 5), max_tokens=1))
+
+    load = core.load()
+
+    assert load["queued_tokens"] == (100 - 96) + 100
+    assert load["queues"] == [["default", 0, 104]]
+    core.check_integrity()
+    core.abort(Key("other", 0))
+    assert core.load()["queued_tokens"] == 4
+    run(core)
+    assert core.load()["queued_tokens"] == 0
 
 
 def test_a_load_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path) -> None:
