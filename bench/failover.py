@@ -3,6 +3,7 @@
 Streams run over HTTP; one decode process is killed (SIGKILL) or frozen (SIGSTOP) under them. The gap is the longest
 silence that any client sees from then on. One prompt of a moved stream must be computed again, which no failover can
 save: what that takes alone is measured after each round, and its median is taken off once, however many streams moved.
+Requests are cold, or warm: those ask for warm failover, and a survivor loads what has been stored of them meanwhile.
 Each text is compared with that of an undisturbed run. Where NVIDIA Dynamo is installed (`scripts/peers.sh`), the same
 is done to its mocker, and both serve 64 streams at the same simulated pace. The last line is one JSON object.
 """
@@ -36,14 +37,17 @@ from chaos.workload import FILLER
 KILL_OVER_MS = 60.0  # beyond one prefill of what has moved
 STOP_OVER_MS = 1500.0
 TEMPLATE = 40  # bytes around a prompt
-Level = tuple[str, int, int]  # fault, streams, rounds
+LOADED_SHARE = 0.8  # of the moved prompts' blocks: less was not a warm failover
+WAYS = ("cold", "warm")
+Level = tuple[str, str, int, int]  # way, fault, streams, rounds
 
 
-def row(system: str, engine: str, fault: str, streams: int, rounds: list[Round]) -> dict[str, Any]:
+def row(system: str, engine: str, level: Level, rounds: list[Round]) -> dict[str, Any]:
     """Sum rounds up."""
+    way, fault, streams, _ = level
     gaps = [r.gap_ms for r in rounds]
     out: dict[str, Any] = {
-        "system": system, "engine": engine, "fault": fault, "streams": streams, "rounds": len(rounds),
+        "system": system, "engine": engine, "way": way, "fault": fault, "streams": streams, "rounds": len(rounds),
         "gap_p50_ms": round(percentile(gaps, 0.5), 1), "gap_p99_ms": round(percentile(gaps, 0.99), 1),
         "gap_max_ms": round(max(gaps, default=0.0), 1), "failed": sum(r.failed for r in rounds),
         "differing": sum(r.differing for r in rounds), "compared": sum(r.compared for r in rounds),
@@ -62,6 +66,9 @@ def row(system: str, engine: str, fault: str, streams: int, rounds: list[Round])
             "over_p99_ms": round(percentile(over, 0.99), 1), "bound_ms": bound,
             "met": bool(over) and percentile(over, 0.99) <= bound,
         }  # fmt: skip
+        if way == "warm":
+            moving = [r.loaded_share for r in rounds if r.moved]
+            out["loaded_share_p50"] = round(percentile(moving, 0.5), 3) if moving else 0.0
     return out
 
 
@@ -71,8 +78,10 @@ async def rounds_of(
     """Run all levels against one running system."""
     out = []
     for level in levels:
-        fault, streams, count = level
-        runner = Rounds(victims, base, model, streams=streams, tokens=tokens, fault=fault, seed=seed, say=say)
+        way, fault, streams, count = level
+        runner = Rounds(
+            victims, base, model, streams=streams, tokens=tokens, fault=fault, seed=seed, say=say, warm=way == "warm"
+        )
         out.append((level, [await runner.one(number) for number in range(count)]))
     return out
 
@@ -91,7 +100,7 @@ async def ours(args: argparse.Namespace, engine: str, levels: list[Level], token
             found = await rounds_of(victims, where.http, model, levels, tokens, args.seed, say)
         finally:
             await nats.close()
-    return [row("headrace", engine, fault, streams, rounds) for (fault, streams, _), rounds in found]
+    return [row("headrace", engine, level, rounds) for level, rounds in found]
 
 
 class instance:
@@ -145,7 +154,7 @@ async def peer(args: argparse.Namespace, levels: list[Level]) -> dict[str, Any]:
         before = await measure(dynamo.base, "tiny", prompts, args.load_streams, 64)
         victims = DynamoVictims(dynamo)
         found = await rounds_of(victims, dynamo.base, "tiny", levels, args.null_tokens, args.seed, say)
-    rows = [row("dynamo", "mocker", fault, streams, rounds) for (fault, streams, _), rounds in found]
+    rows = [row("dynamo", "mocker", level, rounds) for level, rounds in found]
     # The mocker's own pace for ours: a step as long as one of its tokens, a prompt as long as its first token.
     # A null engine's tokens are bytes: those of the prompt and of the template around it.
     per_token = max(0.0, ttft_s - itl_s) / (len(text("load 000")) + TEMPLATE)
@@ -169,7 +178,7 @@ async def peer(args: argparse.Namespace, levels: list[Level]) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a table."""
-    names = ("system", "engine", "fault", "streams", "rounds", "gap_p50_ms", "gap_p99_ms", "one_prefill_ms",
+    names = ("system", "engine", "way", "fault", "streams", "rounds", "gap_p50_ms", "gap_p99_ms", "one_prefill_ms",
              "over_p99_ms", "bound_ms", "met", "failed", "differing", "stuck")  # fmt: skip
     table = Table(*(n.replace("_", " ") for n in names), title="Longest gap that a client sees", title_justify="left")
     for each in rows:
@@ -177,13 +186,24 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=180).print(table)
 
 
-def levels_of(args: argparse.Namespace, rounds: dict[tuple[str, int], int]) -> list[Level]:
+def levels_of(args: argparse.Namespace, rounds: dict[tuple[str, int], int], ways: tuple[str, ...]) -> list[Level]:
     """Return the levels asked for, with their rounds."""
     out = []
-    for (fault, streams), count in rounds.items():
-        if fault in args.faults and streams in args.streams:
-            out.append((fault, streams, 1 if args.quick else args.rounds or count))
+    for way in ways:
+        for (fault, streams), count in rounds.items():
+            if fault in args.faults and streams in args.streams:
+                out.append((way, fault, streams, 1 if args.quick else args.rounds or count))
     return out
+
+
+def not_met(rows: list[dict[str, Any]]) -> list[str]:
+    """Name our rows that miss their bound, and the warm ones whose survivors computed instead of loading."""
+    names = {id(r): f"{r['engine']}, {r['way']} {r['fault']}, {r['streams']} streams" for r in rows}
+    missed = [names[id(r)] for r in rows if not r["met"]]
+    return missed + [
+        f"{names[id(r)]}: loaded {r['loaded_share_p50']} of the prompts"
+        for r in rows if r.get("loaded_share_p50", 1.0) < LOADED_SHARE
+    ]  # fmt: skip
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -193,6 +213,7 @@ def _arguments() -> argparse.ArgumentParser:
         help="engines of ours, by semicolons (default: auto and a null engine of the mocker's pace)",
     )  # fmt: skip
     parser.add_argument("--faults", type=lambda s: tuple(s.split(",")), default=("kill", "stop"))
+    parser.add_argument("--ways", type=lambda s: tuple(s.split(",")), default=WAYS, help="of ours: cold, warm")
     parser.add_argument("--streams", type=lambda s: tuple(map(int, s.split(","))), default=(1, 16))
     parser.add_argument(
         "--kills", type=int, default=100, help="at 16 streams with the null engine, for the 99th percentile"
@@ -222,12 +243,12 @@ async def _main(args: argparse.Namespace) -> dict[str, Any]:
     for engine in engines:
         real = not engine.startswith(("null", "scripted"))
         counts = {("kill", 1): 10, ("kill", 16): 10 if real else args.kills, ("stop", 1): 3, ("stop", 16): 3}
-        rows += await ours(args, engine, levels_of(args, counts), args.tokens if real else args.null_tokens)
+        rows += await ours(args, engine, levels_of(args, counts, args.ways), args.tokens if real else args.null_tokens)
     result: dict[str, Any] = {"check": "failover"}
     if not args.no_peer:
         counts = {("kill", 16): 10, ("stop", 16): 1}
         try:
-            found = await peer(args, levels_of(args, counts))
+            found = await peer(args, levels_of(args, counts, ("cold",)))
             rows += found["rows"]
             result["load"] = found["load"]
         except PeerMissing as exc:
@@ -238,7 +259,7 @@ async def _main(args: argparse.Namespace) -> dict[str, Any]:
             result["peer_error"] = f"{type(exc).__name__}: {exc}"
     show(rows)
     mine = [r for r in rows if r["system"] == "headrace"]
-    missed = [f"{r['engine']}, {r['fault']}, {r['streams']} streams" for r in mine if not r["met"]]
+    missed = not_met(mine)
     if "load" in result and not result["load"]["met"]:
         missed.append("throughput beside Dynamo")
     valid = all(r["failed"] == 0 and r["differing"] == 0 and r["stuck"] == 0 for r in mine)

@@ -16,6 +16,7 @@ from nats.aio.client import Client as Nats
 from bench.client import LoadFailed, Timing
 from bench.dynamo import Dynamo
 from bench.load import one
+from bench.migration import Counters, counters, grown, share_loaded
 from bench.tap import Heard, HeardItems, Tap
 from chaos.faults import Faults
 from chaos.instance import Address
@@ -48,6 +49,7 @@ class Round:
     compared: int
     stuck: int
     moved: int = 0
+    loaded_share: float = 0.0  # blocks that engines loaded meanwhile over those of the moved prompts
     again_ms: float = 0.0
     one_prefill_ms: float = 0.0  # 0: not known
     noticed_ms: float = 0.0
@@ -72,6 +74,10 @@ class Victims(Protocol):
 
     async def prefill_ms(self, ask: Callable[[], Awaitable[Any]]) -> float:
         """Let one request run alone; returns what its prompt took an engine, 0 where that cannot be known."""
+        ...
+
+    async def counted(self) -> Counters:
+        """Return the counters of all engines now, as far as they are known."""
         ...
 
 
@@ -160,6 +166,11 @@ class OurVictims:
         await asyncio.sleep(HEARD_S)  # the client may see its text before this one hears the items
         return computed_ms(self._heard, self._items)
 
+    async def counted(self) -> Counters:
+        """Read the page of metrics."""
+        async with self._where.client() as http:
+            return counters((await http.get("/metrics")).text)
+
 
 def computed_ms(heard: list[Heard], items: list[HeardItems]) -> float:
     """Return the time from the first request's placing to its first items; 0 if one of them was not heard."""
@@ -192,10 +203,14 @@ class DynamoVictims:
         """Nothing is known of its inside."""
         return 0.0
 
+    async def counted(self) -> Counters:
+        """Nothing is known of its inside."""
+        return {}
+
 
 @dataclass(slots=True)
 class Rounds:
-    """Runs rounds of one fault at one number of streams."""
+    """Runs rounds of one fault at one number of streams; `warm` ones ask for warm failover."""
 
     victims: Victims
     base: str
@@ -205,11 +220,12 @@ class Rounds:
     fault: str  # kill or stop
     seed: int
     say: Callable[[str], None]
+    warm: bool = False
     _turn: int = field(default=0)
 
     def _prompts(self) -> list[str]:
         self._turn += 1
-        head = f"{self.seed} {self.fault} {self.streams} {self._turn}"
+        head = f"{self.seed} {self.fault} {self.streams} {'warm ' * self.warm}{self._turn}"
         return [f"{head} {i}: " + PROMPT for i in range(self.streams)]
 
     async def one(self, number: int) -> Round:
@@ -229,8 +245,10 @@ class Rounds:
     async def _try(self, number: int) -> Round | None:
         prompts = self._prompts()
         timings = [Timing(0.0) for _ in prompts]
+        fields = {"warm_failover": True} if self.warm else {}
+        before = await self.victims.counted()
         tasks = [
-            asyncio.create_task(one(self.base, self.model, prompt, self.tokens, timing))
+            asyncio.create_task(one(self.base, self.model, prompt, self.tokens, timing, **fields))
             for prompt, timing in zip(prompts, timings, strict=True)
         ]
         faults = Faults(time.monotonic)
@@ -259,6 +277,8 @@ class Rounds:
         if self.fault == "stop":
             _kill_if_alive(pid, self.victims)
         await self.victims.whole()
+        loaded = grown(before, await self.victims.counted(), "kv_blocks_loaded_total")
+        found.loaded_share = share_loaded(loaded, found.moved * min(t.prompt_tokens for t in timings))
         references = await asyncio.gather(*(one(self.base, self.model, p, self.tokens) for p in prompts))
         pairs = [(e.text, r.text) for e, r in zip(ended, references, strict=True) if isinstance(e, Timing)]
         found.compared, found.differing = len(pairs), sum(a != b for a, b in pairs)

@@ -7,7 +7,7 @@ import pytest
 from bench.cancel import waits_for_place
 from bench.cancel_leaving import Ledger
 from bench.client import Timing
-from bench.failover import row
+from bench.failover import not_met, row
 from bench.failover_rounds import Round, _gap, computed_ms
 from bench.tap import Heard, HeardItems
 from schemas import messages as m
@@ -36,26 +36,40 @@ def test_a_target_is_held_against_the_gap_without_one_prefill() -> None:
     quick = [Round(70.0, 0, 0, 16, 0, moved=8, again_ms=60.0, one_prefill_ms=20.0) for _ in range(98)]
     slow = [Round(200.0, 0, 1, 16, 0, moved=8, again_ms=180.0, one_prefill_ms=90.0) for _ in range(2)]
 
-    found = row("headrace", "null", "kill", 16, quick + slow)
+    found = row("headrace", "null", ("cold", "kill", 16, 1), quick + slow)
 
     assert (found["gap_p50_ms"], found["gap_p99_ms"], found["one_prefill_ms"]) == (70.0, 200.0, 20.0)
     assert (found["over_p50_ms"], found["over_p99_ms"]) == (50.0, 180.0)
     assert (found["met"], found["differing"], found["compared"], found["moved"]) == (False, 2, 1600, 800)
-    assert row("headrace", "null", "kill", 16, quick)["met"] is True
-    assert row("headrace", "null", "stop", 16, quick + slow)["bound_ms"] == 1500.0
-    assert "met" not in row("dynamo", "mocker", "kill", 16, quick)
+    assert row("headrace", "null", ("cold", "kill", 16, 1), quick)["met"] is True
+    assert row("headrace", "null", ("cold", "stop", 16, 1), quick + slow)["bound_ms"] == 1500.0
+    assert "met" not in row("dynamo", "mocker", ("cold", "kill", 16, 1), quick)
 
 
 def test_no_more_is_taken_off_than_the_survivor_took() -> None:
     """It may find blocks to load instead of computing; or no prefill may be known, or no stream that moved."""
     loaded = Round(70.0, 0, 0, 1, 0, moved=1, again_ms=5.0, one_prefill_ms=50.0)
-    assert row("headrace", "null", "kill", 1, [loaded])["over_p99_ms"] == 65.0
+    assert row("headrace", "null", ("cold", "kill", 1, 1), [loaded])["over_p99_ms"] == 65.0
     unmoved = Round(70.0, 0, 0, 1, 0, one_prefill_ms=50.0)
-    assert row("headrace", "null", "kill", 1, [unmoved])["over_p99_ms"] == 70.0
+    assert row("headrace", "null", ("cold", "kill", 1, 1), [unmoved])["over_p99_ms"] == 70.0
 
-    found = row("headrace", "null", "kill", 1, [Round(70.0, 0, 0, 1, 0, moved=1, again_ms=60.0)])
+    found = row("headrace", "null", ("cold", "kill", 1, 1), [Round(70.0, 0, 0, 1, 0, moved=1, again_ms=60.0)])
 
     assert (found["one_prefill_ms"], found["over_p99_ms"], found["met"]) == (0.0, 70.0, False)
+
+
+def test_a_warm_round_in_which_the_survivor_computed_is_named() -> None:
+    """A row that meets its bound without having loaded says nothing of warm failover; a cold one need not load."""
+    loaded = Round(70.0, 0, 0, 1, 0, moved=1, again_ms=15.0, one_prefill_ms=15.0, loaded_share=0.9)
+    computed = Round(70.0, 0, 0, 1, 0, moved=1, again_ms=15.0, one_prefill_ms=15.0, loaded_share=0.1)
+    warm, cold = ("warm", "kill", 1, 1), ("cold", "kill", 1, 1)
+
+    rows = [row("headrace", "null", warm, [loaded]), row("headrace", "null", cold, [computed])]
+    assert all(r["met"] for r in rows) and not_met(rows) == []
+
+    assert not_met([row("headrace", "null", warm, [computed])]) == [
+        "null, warm kill, 1 streams: loaded 0.1 of the prompts"
+    ]
 
 
 def test_a_prefill_lasts_from_the_placing_to_the_first_id() -> None:
