@@ -8,7 +8,7 @@ the candidates are in docs/decisions/002-exact-rows.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,8 @@ from kernels.linear.reference import linear, linear_op
 
 ROW_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 47, 64, 128)
+# On CPUs with a matrix unit long products are cut in another way than short ones; where these agree, none is.
+LONG_ROWS = (160, 192, 256, 288, 320, 352, 384, 448, 512, 768, 1024, 2048)
 
 
 class NotExact(RuntimeError):
@@ -29,10 +31,11 @@ class Exactness:
 
     min_rows: Mapping[tuple[int, ...], int]  # by shape of the weight: products with fewer rows are padded to it
     repeat: int  # how often a single query row stands in its attention call
+    max_rows: Mapping[tuple[int, ...], int] = field(default_factory=dict)  # longer products are cut; absent: none is
 
 
 def probe(weights: list[torch.Tensor], heads: int, group: int, head_dim: int) -> Exactness:
-    """Measure both numbers with the model's own shapes and type (about 50 ms).
+    """Measure these numbers with the model's own shapes and type (about 0.2 s).
 
     Args:
         weights: one weight `[out, in]` of each shape in use.
@@ -43,6 +46,7 @@ def probe(weights: list[torch.Tensor], heads: int, group: int, head_dim: int) ->
         NotExact: products of equal rows differ even between large batches.
     """
     min_rows: dict[tuple[int, ...], int] = {}
+    max_rows: dict[tuple[int, ...], int] = {}
     for weight in weights:
         found = next((n for n in ROW_CANDIDATES if _rows_agree(weight, n)), None)
         if found is None:
@@ -50,11 +54,13 @@ def probe(weights: list[torch.Tensor], heads: int, group: int, head_dim: int) ->
                 "matrix products give a row other bits in other batches on this machine, whatever the padding"
             )
         min_rows[tuple(weight.shape)] = max(found, min_rows.get(tuple(weight.shape), 1))
+        if not _long_rows_agree(weight):
+            max_rows[tuple(weight.shape)] = max(PROBE_ROWS)
     dtype = weights[0].dtype
     tile = attention.tile_rows(group)
     repeats = [n for n in (1, 2, 4, 8, 16) if n < tile] + [tile]
     repeat = next(n for n in repeats if n == tile or _attention_agrees(n, heads, group, head_dim, tile, dtype))
-    return Exactness(min_rows, repeat)
+    return Exactness(min_rows, repeat, max_rows)
 
 
 def _noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -62,13 +68,25 @@ def _noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+def _activations(rows: int, weight: torch.Tensor) -> torch.Tensor:
+    # Activations have a wide range. Even values drawn from a plain normal distribution hide a difference in the order
+    # of summation that shows in one of 10 real rows; these, in nearly all.
+    x = _noise(rows, weight.shape[1], dtype=torch.float32)
+    return (x * (2 * x.roll(1)).exp()).to(weight.dtype)
+
+
+def _long_rows_agree(weight: torch.Tensor) -> bool:
+    weight = weight[:4096]
+    x = _activations(max(LONG_ROWS), weight)
+    short = max(PROBE_ROWS)
+    want = torch.cat([linear_op(x[at : at + short], weight) for at in range(0, len(x), short)])
+    return all(torch.equal(linear_op(x[:n], weight), want[:n]) for n in LONG_ROWS)
+
+
 def _rows_agree(weight: torch.Tensor, min_rows: int) -> bool:
     # The first 4,096 outputs of a vocabulary-sized weight are enough to choose its kernel, and 10 times quicker.
     weight = weight[:4096]
-    # Activations have a wide range. Even values drawn from a plain normal distribution hide a difference in the order
-    # of summation that shows in one of 10 real rows; these, in nearly all.
-    x = _noise(max(PROBE_ROWS), weight.shape[1], dtype=torch.float32)
-    x = (x * (2 * x.roll(1)).exp()).to(weight.dtype)
+    x = _activations(max(PROBE_ROWS), weight)
     want = linear_op(x, weight)
     for n in PROBE_ROWS:
         places = range(0, len(x) - n + 1, 4 if n <= 4 else 32)

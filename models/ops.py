@@ -58,7 +58,9 @@ class DecodeAttention(Protocol):
 class Linear(Protocol):
     """`kernels.linear`, with a dense weight."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, min_rows: int) -> torch.Tensor: ...
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, min_rows: int, max_rows: int | None
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

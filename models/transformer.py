@@ -87,7 +87,8 @@ class Transformer:
         return self._linear(normed, self.weights.head).float()
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, weight, self.exact.min_rows[weight.shape])
+        exact, shape = self.exact, weight.shape
+        return self.ops.linear(x, weight, exact.min_rows[shape], exact.max_rows.get(shape))
 
     def _hidden(self, runs: Sequence[Run], lines: torch.Tensor) -> torch.Tensor:
         """Run all layers; returns the residual stream, float32 `[tokens, hidden]`."""

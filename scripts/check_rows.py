@@ -208,6 +208,7 @@ def check(model: Path, dtype: str, threads: int) -> dict[str, object]:
         "cases": cases,
         "control_differing": control,
         "min_rows": {"x".join(map(str, k)): v for k, v in exact.min_rows.items()},
+        "max_rows": {"x".join(map(str, k)): v for k, v in exact.max_rows.items()},
         "repeat": exact.repeat,
         "digest": digest.hexdigest(),
         "seconds": round(time.perf_counter() - begin, 1),

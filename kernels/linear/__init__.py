@@ -1,9 +1,10 @@
 """Matrix products with a weight, dense or quantized in groups.
 
-`linear(x, weight, min_rows)`: x `[rows, in]`, weight `[out, in]`, one type → `x · weightᵀ` `[rows, out]` in that type,
-summed in float32.
+`linear(x, weight, min_rows, max_rows)`: x `[rows, in]`, weight `[out, in]`, one type → `x · weightᵀ` `[rows, out]` in
+that type, summed in float32.
 Contract: a row's result has the same bits whatever rows stand beside it and however many there are. Libraries keep that
 only above some number of rows (below it they pick another kernel), so fewer rows are padded with zeros to `min_rows`;
+on some machines also only up to some number, so more than `max_rows` are multiplied in pieces;
 `models/exactness.py` finds the number for the machine at hand. Kernels with one shape for all batches ignore it.
 
 `linear_grouped(x, weight)`: the same with a `GroupedWeight`; → `[rows, out]` in the type of x. Every group of 32 inputs

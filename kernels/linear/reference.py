@@ -9,9 +9,15 @@ from kernels.linear import GROUP, LIMITS, GroupedWeight
 linear_op = torch.nn.functional.linear
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, min_rows: int = 1) -> torch.Tensor:
-    """Return `x · weightᵀ` for x `[rows, in]`; fewer than `min_rows` rows are padded for the product."""
+def linear(x: torch.Tensor, weight: torch.Tensor, min_rows: int = 1, max_rows: int | None = None) -> torch.Tensor:
+    """Return `x · weightᵀ` for x `[rows, in]`.
+
+    Fewer than `min_rows` rows are padded for the product, more than `max_rows` are cut into several.
+    """
     rows = x.shape[0]
+    if max_rows is not None and rows > max_rows:
+        parts = (x[at : at + max_rows] for at in range(0, rows, max_rows))
+        return torch.cat([linear(part, weight, min_rows) for part in parts])
     if rows >= min_rows:
         return linear_op(x, weight)
     padded = x.new_zeros(min_rows, x.shape[1])

@@ -118,8 +118,8 @@ def _grouped_int(
     tl.store(out + where, total.to(out.dtype.element_ty), mask=row_in & output_in[None, :])
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, min_rows: int = 1) -> torch.Tensor:
-    """Return `x · weightᵀ` `[rows, out]`; `min_rows` is not needed, tiles have one shape for any number of rows.
+def linear(x: torch.Tensor, weight: torch.Tensor, min_rows: int = 1, max_rows: int | None = None) -> torch.Tensor:
+    """Return `x · weightᵀ` `[rows, out]`; tiles have one shape for any number of rows, whatever the bounds.
 
     Raises:
         ValueError: types differ, or a last axis is strided.

@@ -65,7 +65,7 @@ def test_a_cached_prefix_gives_the_bits_of_a_computed_one(
 def test_the_comparison_can_fail(careless: Bench, alone: tuple[Seq, bytes]) -> None:
     """Without canonical shapes the same check finds differences, where this machine's libraries need them at all."""
     exact = careless.exact
-    if exact.repeat == 1 and set(exact.min_rows.values()) == {1}:
+    if exact.repeat == 1 and set(exact.min_rows.values()) == {1} and not exact.max_rows:
         pytest.skip("every call shape is exact on this machine")
 
     assert recomputed(careless, 20, [512], *alone) > 0

@@ -87,6 +87,17 @@ def test_linear_pads_and_takes_the_padding_away() -> None:
         torch.testing.assert_close(got, x @ weight.T)
 
 
+def test_long_products_are_cut_and_their_last_piece_is_padded() -> None:
+    """Every row is multiplied in a call of the shape that was asked for, and stands in its place."""
+    x, weight = _noise(19, 20), _noise(7, 20, seed=2)
+
+    got = linear(x, weight, 4, 8)
+
+    pieces = [linear(x[:8], weight), linear(x[8:16], weight), linear(x[16:], weight, 4)]
+    assert torch.equal(got, torch.cat(pieces))
+    torch.testing.assert_close(got, x @ weight.T)
+
+
 def test_kv_write_touches_only_its_lines() -> None:
     """Keys and values arrive at their slots; all other lines keep their NaN."""
     lines = torch.full((200, 4), float("nan"))
