@@ -149,6 +149,7 @@ FORGED = ["--forge", "--env", "HEADRACE_KV_LOAD=always", "--env", "HEADRACE_HOST
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("forge", [False, True], ids=["honest", "forged"])
 def test_a_short_soak_ends_well_and_fails_with_wrong_blocks_in_the_store(
     forge: bool, tmp_path: Path, nats_binary: str
