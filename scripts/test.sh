@@ -1,35 +1,43 @@
 #!/usr/bin/env bash
-# Lint, then the tests, beside them those of Triton's kernels, which need a process of their own. Arguments go to the first
-# pytest; with arguments that is all. Both runs are bounded: TEST_LIMIT_S, 1350 s unless set, and TRITON_LIMIT_S, 600 s.
+# Lint and tests. The tests run in two processes side by side, for most of them wait for others more than they compute; with
+# the lowest priority beside them lint, and the tests of Triton's kernels, which need a process of their own. What ran
+# beside is printed at the end. Arguments go to pytest, after lint; with arguments that is all.
+# All is bounded: TEST_LIMIT_S, 1320 s unless set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh dev
-scripts/lint.sh
-echo "==> model"
-HEADRACE_TEST_MODEL="${HEADRACE_TEST_MODEL:-$(.venv/bin/python -m headrace.fetch)}"
-export HEADRACE_TEST_MODEL
-echo "==> pytest"
-tests() {
-    timeout --kill-after=10 "${TEST_LIMIT_S:-1350}" .venv/bin/python -m pytest -m "not soak" --durations=40 --durations-min=4 "$@" </dev/null
+model() {
+    HEADRACE_TEST_MODEL="${HEADRACE_TEST_MODEL:-$(.venv/bin/python -m headrace.fetch)}"
+    export HEADRACE_TEST_MODEL
 }
+bounded() { exec timeout --kill-after=10 "${TEST_LIMIT_S:-1320}" "$@" </dev/null; }
+tests() { bounded .venv/bin/python -m pytest -m "not soak" --durations=40 --durations-min=4 "$@"; }
 if [ $# -gt 0 ]; then
+    scripts/lint.sh
+    model
     tests "$@"
-    exit
 fi
-if ! .venv/bin/python -c 'import triton' 2>/dev/null; then
-    echo "==> no Triton for this platform: its kernels are not tested"
-    tests
-    exit
+.venv/bin/ruff check . # the rest of lint takes a while
+model
+told="$(mktemp -d)"
+(bounded nice -n 19 scripts/lint.sh) >"$told/lint" 2>&1 &
+lint=$!
+if .venv/bin/python -c 'import triton' 2>/dev/null; then
+    (TRITON_INTERPRET=1 OMP_NUM_THREADS=1 bounded nice -n 19 .venv/bin/python -m pytest tests/triton) >"$told/triton" 2>&1 &
+else
+    echo "no Triton for this platform: its kernels are not tested" >"$told/triton" &
 fi
-# The interpreter only computes, on one core: with the lowest priority it takes what the other tests leave while they wait.
-told="$(mktemp)"
-TRITON_INTERPRET=1 OMP_NUM_THREADS=1 timeout --kill-after=10 "${TRITON_LIMIT_S:-600}" \
-    nice -n 19 .venv/bin/python -m pytest tests/triton </dev/null >"$told" 2>&1 &
 triton=$!
-trap 'kill "$triton" 2>/dev/null || true; rm -f "$told"' EXIT
+whole_parts=(tests/system tests/bench tests/models)
+(tests "${whole_parts[@]}") >"$told/whole" 2>&1 &
+whole=$!
+trap 'kill "$lint" "$triton" "$whole" 2>/dev/null || true; rm -rf "$told"' EXIT
+echo "==> pytest, all but ${whole_parts[*]}"
 failed=0
-tests || failed=$?
-wait "$triton" || failed=$?
-echo "==> pytest, Triton kernels interpreted"
-cat "$told"
+(tests "${whole_parts[@]/#/--ignore=}") || failed=$?
+for one in whole lint triton; do
+    wait "${!one}" || failed=$?
+    echo "==> $one"
+    cat "$told/$one"
+done
 exit "$failed"
