@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -281,8 +280,6 @@ def main() -> int:
     """Run the command line."""
     args = _arguments().parse_args()
     args.peers_dir = peers_directory()
-    for name in [name for name in os.environ if name.startswith("HEADRACE_PEERS")]:
-        del os.environ[name]  # `headrace up` refuses settings that it does not know
     return run(lambda: _main(args), "failover")
 
 

@@ -10,8 +10,6 @@ import torch
 from kernels.linear import reference
 from models import exactness
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 def machine(monkeypatch: pytest.MonkeyPatch, off: Callable[[torch.Tensor], bool]) -> None:
     """Let products be off by a little whenever `off(x)` says so."""

@@ -62,7 +62,7 @@ def again(disk: Path, tmp_path: Path, options: tuple[str, ...], env: dict[str, s
     return text
 
 
-@pytest.mark.parametrize("kv_format", ["raw", "fp8"])
+@pytest.mark.parametrize("kv_format", ["raw", "int8", "fp8"])
 def test_a_planned_restart_keeps_what_was_computed(
     kv_format: str, tmp_path: Path, model_path: Path, nats_binary: str
 ) -> None:
