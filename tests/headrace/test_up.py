@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -28,10 +29,14 @@ NAME = f"t-{os.getpid()}"
 class Up:
     """One `headrace up` as a child process; what it prints is kept."""
 
-    def __init__(self, directory: Path, *flags: str, name: str = NAME) -> None:
+    def __init__(self, directory: Path, *flags: str, name: str = NAME, memory: Path = Path("/dev/shm")) -> None:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         self.name = name
-        self.env = {**clean, "HEADRACE_RUNTIME_DIR": str(directory / "run"), "HEADRACE_INSTANCE": name}
+        self.memory = memory
+        self.env = {
+            **clean, "HEADRACE_RUNTIME_DIR": str(directory / "run"), "HEADRACE_INSTANCE": name,
+            "HEADRACE_SHM_DIR": str(memory),
+        }  # fmt: skip
         self.directory = directory
         self.port = free_ports()
         self.lines: list[str] = []
@@ -88,7 +93,7 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def shared_memory(self) -> list[str]:
-        return sorted(p.name for p in Path("/dev/shm").glob(f"headrace-{self.name}-*"))
+        return sorted(p.name for p in self.memory.glob(f"headrace-{self.name}-*"))
 
     def stop(self, number: int = signal.SIGTERM, limit_s: float = 40.0) -> int:
         if self.process.poll() is None:
@@ -98,6 +103,13 @@ class Up:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder of its own for pools: whatever instance starts beside it sweeps up what lies in the common one."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/dev/shm") as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="module")
@@ -254,9 +266,9 @@ def test_a_stop_leaves_no_process_no_shared_memory_and_no_state(number: int, tmp
     assert list((tmp_path / "run").glob("*.json")) == []
 
 
-def test_children_die_with_a_killed_supervisor_and_the_next_start_sweeps_up(tmp_path: Path) -> None:
+def test_children_die_with_a_killed_supervisor_and_the_next_start_sweeps_up(tmp_path: Path, memory: Path) -> None:
     """No orphan computes on; shared memory of the dead is removed at the next start."""
-    first = Up(tmp_path, name=f"{NAME}-kill")
+    first = Up(tmp_path, name=f"{NAME}-kill", memory=memory)
     first.wait_for("ready")
     children = first.descendants()
 
@@ -265,7 +277,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_start_sweeps_up(tmp_
     assert psutil.wait_procs(children, timeout=10)[1] == []
     left = set(first.shared_memory())
     assert left
-    second = Up(tmp_path, name=f"{NAME}-kill")
+    second = Up(tmp_path, name=f"{NAME}-kill", memory=memory)
     try:
         second.wait_for("ready")
         assert left.isdisjoint(second.shared_memory())
