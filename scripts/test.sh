@@ -4,6 +4,7 @@
 # beside is printed at the end. Arguments go to pytest, after lint; with arguments that is all.
 # All is bounded: TEST_LIMIT_S, 1320 s unless set.
 set -euo pipefail
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # threads that spin while they wait take a core from the tests beside
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh dev
 model() {
