@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Lint and tests. The tests run in two processes side by side, for most of them wait for others more than they compute; with
-# the lowest priority beside them lint, and the tests of Triton's kernels, which need a process of their own. What ran
+# Lint and tests. The tests run in two processes side by side, for most of them wait for others more than they compute;
+# beside them, with a lower priority, lint, and the tests of Triton's kernels, which need a process of their own. What ran
 # beside is printed at the end. Arguments go to pytest, after lint; with arguments that is all.
-# All is bounded: TEST_LIMIT_S, 1320 s unless set.
+# Each process is bounded: TEST_LIMIT_S, 1320 s unless set.
 set -euo pipefail
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # threads that spin while they wait take a core from the tests beside
 cd "$(dirname "$0")/.."
@@ -11,6 +11,7 @@ model() {
     HEADRACE_TEST_MODEL="${HEADRACE_TEST_MODEL:-$(.venv/bin/python -m headrace.fetch)}"
     export HEADRACE_TEST_MODEL
 }
+# It takes the place of the shell that calls it: what is not put in parentheses ends with it.
 bounded() { exec timeout --kill-after=10 "${TEST_LIMIT_S:-1320}" "$@" </dev/null; }
 tests() { bounded .venv/bin/python -m pytest -m "not soak" --durations=40 --durations-min=4 "$@"; }
 if [ $# -gt 0 ]; then
