@@ -202,7 +202,7 @@ class AdmissionActor(Actor):
             if owned is not None and owned.stage is own.Stage.OPEN and not owned.announce:
                 self._accept(owned.record, owned.fence)
             return
-        if msg.term > 0 and self._records.resubmitted(msg.request_id):
+        if msg.term > 0 and self._records.resubmitted(msg.request_id, msg.term):
             return
         if self.state == "draining" and self._hand_on(msg):
             return

@@ -18,7 +18,7 @@ from engine.core import EngineCore
 from engine.sequence import Key
 from kvstore.block import num_blocks_for
 from schemas import messages as m
-from schemas.errors import HeadraceError, InternalError, Unavailable
+from schemas.errors import Cancelled, HeadraceError, InternalError, Unavailable
 from schemas.record import Fence
 from schemas.subjects import Ref
 
@@ -74,6 +74,8 @@ class Destination:
             engine.context.send(msg.source, m.Reserved(**head, error=error.info()))
             return
         if not engine.admit_fence(msg.request_id, msg.fence):
+            closed = Cancelled("the request was closed here, or is held under a higher fence")
+            engine.context.send(msg.source, m.Reserved(**head, error=closed.info()))
             return
         if msg.request_id not in engine.works and engine.full:
             error = Unavailable("this engine holds as many requests as it may", code="engine_full")

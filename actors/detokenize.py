@@ -268,8 +268,10 @@ class DetokenizeActor(Actor):
 
     def _close(self, msg: m.Close, sender: Ref | None) -> None:
         session = self._sessions.get(msg.request_id)
-        if session is not None and msg.fence >= session.fence:
-            session.fence = msg.fence
+        # Who commands it under this very fence may want it here, now or next.
+        over = msg.fence.before if msg.reason == "fenced" else msg.fence
+        if session is not None and over >= session.fence:
+            session.fence = over
             error = from_info(msg.error) if msg.error is not None else None
             now, ended = self.clock.now(), session.ended
             if error is not None:
@@ -280,7 +282,7 @@ class DetokenizeActor(Actor):
                     # Its engine may be at work under this very fence already: it is its owner's to command.
                     session.fenced_off = session.engine_closed = True
                 session.finished_acked = True
-                self._retired.note(msg.request_id, msg.fence, fenced_off=session.fenced_off)
+                self._retired.note(msg.request_id, over, fenced_off=session.fenced_off)
             self._after(session, now)
             self._flush([session])
         self._early.pop(msg.request_id, None)

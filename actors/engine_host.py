@@ -367,7 +367,9 @@ class EngineActor(Actor):
             self.fail(work, error)
 
     def fail(self, work: Work, error: HeadraceError) -> None:
-        """Give a request up; the owner is told until it closes it."""
+        """Give a request up, once; the owner is told until it closes it."""
+        if work.error is not None:
+            return  # what its abort brought about: to abort it again would bring it about for ever
         work.error, work.error_at = error, self.clock.now()
         self._failed.inc()
         self._abort(work)
@@ -551,8 +553,11 @@ class EngineActor(Actor):
             work = self.works.get(ack.request_id)
             if work is None or sender != work.detok:
                 continue
-            if ack.status == "done" or (ack.status == "fenced" and ack.fence > work.fence):
+            if ack.status == "done":
                 self.close(ack.request_id, max(ack.fence, work.fence), None)
+            elif ack.status == "fenced" and ack.fence > work.fence:
+                # Whoever commands it now may choose this engine again.
+                self.close(ack.request_id, ack.fence, None, below=True, reason="fenced")
             elif ack.status == "ok":
                 keys = [Key(work.request_id, c) for c in work.acknowledge(ack.next, self.clock.now())]
                 if keys:

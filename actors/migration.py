@@ -243,7 +243,7 @@ class Migration:
             if transfer is None or max(places) >= len(reserved.blocks):
                 self._give_up(move, "unfit")
                 return
-            name = f"{work.request_id}.{sequence.part.number}.{move.fence.term}.{move.fence.n}/{move.round}"
+            name = f"{work.request_id}.{sequence.part.number}.{move.fence.label}/{move.round}"
             job = m.TransferJob(
                 request_id=work.request_id,
                 fence=move.fence,

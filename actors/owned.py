@@ -140,6 +140,7 @@ class Owned:
     to_close: dict[Ref, m.Close] = field(default_factory=dict)
     next_send: float = 0.0
     closing_until: float = 0.0
+    elsewhere: bool = False  # it is closed here because another owner serves it
     failovers: int = 0
     retry_at: float = 0.0
     error: HeadraceError | None = None  # given to the detokenizer to write

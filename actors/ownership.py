@@ -293,13 +293,14 @@ class Ownership:
         ack = Send(sender, m.FinishedAck(request_id=msg.request_id, fence=msg.fence))
         owned = self._open(msg.request_id)
         # The detokenizer alone decides the ending. It may do so just before it hears of a higher fence.
-        if owned is None or (msg.fence < owned.fence and sender != owned.detok):
+        if owned is None or (msg.fence < owned.fence and (sender != owned.detok or _superseded(msg))):
             return [ack]
         outcome = "stop" if msg.error is None else str(msg.error.get("code") or "error")
         if msg.error is None and "length" in msg.finish_reasons:
             outcome = "length"
         owned.timeline["ended"] = now
-        return [ack, *self._close(owned, "finish", now), self._ended(owned, outcome, msg)]
+        reason = "superseded" if _superseded(msg) else "finish"
+        return [ack, *self._close(owned, reason, now), self._ended(owned, outcome, msg)]
 
     def on_closed(self, msg: m.Closed, sender: Ref, now: float) -> list[Directive]:
         """An actor has nothing left of the request."""
@@ -568,6 +569,7 @@ class Ownership:
 
     def _close(self, o: Owned, reason: str, now: float) -> list[Directive]:
         o.stage = Stage.CLOSING
+        o.elsewhere = reason == "superseded"
         o.closing_until = now + CLOSING_S
         o.next_send = now + RESEND_S
         targets = [r for r in (*o.engines, o.detok, *o.to_close) if r is not None]
@@ -601,7 +603,7 @@ class Ownership:
 
     def close_elsewhere(self, owned: Owned, ref: Ref) -> list[Directive]:
         """Return what tells an actor that the request is served without it, under the present fence, or is over."""
-        reason = "fenced" if owned.stage is Stage.OPEN else "drop"
+        reason = "fenced" if owned.stage is Stage.OPEN or owned.elsewhere else "drop"
         close = m.Close(**owned.head(), reason=reason, reply=self._me)
         owned.to_close[ref] = close
         return [Send(ref, close)]
@@ -609,3 +611,8 @@ class Ownership:
     def _open(self, request_id: str) -> Owned | None:
         owned = self._owned.get(request_id)
         return owned if owned is not None and owned.stage is Stage.OPEN else None
+
+
+def _superseded(msg: m.Finished) -> bool:
+    """Whether a detokenizer only lets go: as an answer it is no ending for whoever commands it by now."""
+    return msg.error is not None and msg.error.get("code") == "superseded"

@@ -164,7 +164,7 @@ class PrefixStore:
         if not self._worth_asking(load):
             self._add(work, sequences)
             return
-        ticket = f"{work.request_id}.load.{work.fence.term}.{work.fence.n}"
+        ticket = f"{work.request_id}.load.{work.fence.label}"
         self._loads[ticket] = load
         lookup = m.KvLookup(
             ticket=ticket,

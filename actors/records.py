@@ -183,11 +183,16 @@ class Records:
 
     # --- taking over ----------------------------------------------------------------------------
 
-    def resubmitted(self, request_id: str) -> bool:
-        """A client asks here for a request whose record is held here: it is taken over, dead owner or not."""
+    def resubmitted(self, request_id: str, term: int) -> bool:
+        """A client asks here for a request whose record is held here: it is taken over, dead owner or not.
+
+        But not by an earlier try than the one that a living owner serves: such a one has only waited here.
+        """
         held = self._keeping.held.get(request_id)
         if held is None:
             return False
+        if term <= held.keep.fence.term and self._context.membership.is_up(held.owner):
+            return True
         self._adopt(held, "resubmitted")
         return True
 
@@ -248,6 +253,11 @@ class Records:
         if owned is None:
             if self._context.membership.is_up(msg.record.owner):
                 return  # it may have been cut off from its owner, or hear of it too late
+            held = self._keeping.held.get(msg.request_id)
+            if held is not None and held.keep.fence > msg.fence and self._context.membership.is_up(held.owner):
+                close = m.Close(request_id=msg.request_id, fence=held.keep.fence, reason="fenced")
+                self._context.send(sender, close)  # another owner has it, which this one was not told
+                return
             if self._table.full:
                 return  # whoever reports it asks another one next
             held = self._keeping.take(msg.request_id)

@@ -107,7 +107,7 @@ class Work:
 
     def job(self, part: Part) -> str:
         """Return the name of a part's transfer; it is also the writer that its blocks may wait for."""
-        return f"{self.request_id}.{part.number}.{self.fence.term}.{self.fence.n}"
+        return f"{self.request_id}.{part.number}.{self.fence.label}"
 
     def spent_on_ended(self) -> Spent:
         """What was computed here for choices that the engine has brought to their ends."""

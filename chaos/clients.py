@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -14,6 +15,9 @@ from chaos.history import Recorder
 
 WINDOW = 64
 ACK_PERIOD_S = 0.2
+SILENCE_S = 2.0  # a native client of whose request nobody has said a word for so long asks again; twice as long next
+NOBODY_S = 0.2  # and so long after the bus has said that nobody listens
+NOBODY_LIMIT_S = 5.0  # after which it believes it
 SLACK_S = 5.0  # a client waits this much past the deadline before it calls a request hung
 
 
@@ -127,15 +131,17 @@ class NativeStream:
         self._ack_to = ""
         self._finished: set[int] = set()
         self.accepted = False
+        self.taken = False  # somebody has answered, whatever it was
         self.done = asyncio.Event()
+        self.nobody = asyncio.Event()
 
     async def on_frame(self, message: Msg) -> None:
         """Handle one frame as it arrives."""
         if message.headers and message.headers.get("Status") == "503":
-            error = {"kind": "Unavailable", "message": "nobody listens for requests"}
-            self._recorder.add(self._name, "terminal", error=error, usage=None)
-            self.done.set()
+            if not self.taken:
+                self.nobody.set()
             return
+        self.taken = True
         frame = json.loads(message.data)
         if message.reply:
             self._ack_to = message.reply
@@ -184,23 +190,50 @@ async def native_chat(
     subject: str = "requests.chat",
     deadline_s: float = 120.0,
 ) -> None:
-    """Send one request over NATS in JSON and record every frame until the terminal."""
+    """Send one request over NATS in JSON and record every frame until the terminal.
+
+    Before a word has come nothing was promised: the request may have died with the admission actor that had just got
+    it, or none was running. It is then sent again, to an inbox of its own; whoever works for the one before finds that
+    nobody listens there.
+    """
     choices = int(body.get("n", 1))
-    stream = NativeStream(recorder, nats, name, choices)
-    inbox = nats.new_inbox()
-    subscription = await nats.subscribe(inbox, cb=stream.on_frame)
     recorder.add(name, "sent", client="native", key=key, choices=choices, deadline_s=deadline_s, indexed=True)
-    payload = json.dumps({**body, "deadline_ms": round(deadline_s * 1000)}).encode()
-    await nats.publish(subject, payload, reply=inbox, headers={"Content-Type": "application/json"})
+    began, silence_s = time.monotonic(), SILENCE_S
     try:
         async with asyncio.timeout(deadline_s + SLACK_S):
-            while not stream.done.is_set():
-                try:
-                    async with asyncio.timeout(ACK_PERIOD_S):
-                        await stream.done.wait()
-                except TimeoutError:
-                    await stream.acknowledge()
+            while True:
+                stream = NativeStream(recorder, nats, name, choices)
+                left_s = deadline_s - (time.monotonic() - began)
+                payload = json.dumps({**body, "deadline_ms": max(1, round(left_s * 1000))}).encode()
+                if await _try(nats, stream, subject, payload, silence_s):
+                    return
+                silence_s *= 2
+                if stream.nobody.is_set():
+                    if time.monotonic() - began >= NOBODY_LIMIT_S:
+                        error = {"kind": "Unavailable", "message": "nobody listens for requests"}
+                        recorder.add(name, "terminal", error=error, usage=None)
+                        return
+                    await asyncio.sleep(NOBODY_S)
     except TimeoutError:
         pass  # hung: the checker finds a request without a terminal
+
+
+async def _try(nats: Nats, stream: NativeStream, subject: str, payload: bytes, silence_s: float) -> bool:
+    """Publish a request and follow it to its end; false if nobody has taken it."""
+    inbox = nats.new_inbox()
+    subscription = await nats.subscribe(inbox, cb=stream.on_frame)
+    asked_at = time.monotonic()
+    try:
+        await nats.publish(subject, payload, reply=inbox, headers={"Content-Type": "application/json"})
+        while not stream.done.is_set():
+            untaken = not stream.taken and time.monotonic() - asked_at >= silence_s
+            if stream.nobody.is_set() or untaken:
+                return False
+            try:
+                async with asyncio.timeout(ACK_PERIOD_S):
+                    await stream.done.wait()
+            except TimeoutError:
+                await stream.acknowledge()
+        return True
     finally:
         await subscription.unsubscribe()

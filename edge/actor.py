@@ -9,15 +9,21 @@ from edge.app import Parts, create_app
 from edge.exchange import MAX_OPEN, Exchange
 from edge.generate import Limits
 from edge.goodput import Goodput
-from edge.health import STATES, cut_off, degraded, missing
+from edge.health import STATES, coming, cut_off, degraded, missing
 from edge.metrics import EdgeMetrics, MetricsCollector
 from edge.pins import PinRoutes
 from edge.server import AddressUnavailable, HttpServer
+from edge.submission import ACCEPT_LIMIT_S
 from runtime.actor import Actor, Context
+from runtime.membership import Member
 from schemas.errors import Unavailable
 from schemas.items import FRAMES
 from schemas.messages import CancelAck, Closed, KvStatus, KvUnpinned, Message, MetricsReport, PromptPinned
 from schemas.subjects import Ref
+
+REPLACED_S = ACCEPT_LIMIT_S  # like a request that nobody accepts
+HELD_POLL_S = 0.02
+MAX_HELD = 256  # requests, bodies and all; what comes beyond is refused at once
 
 
 class EdgeActor(Actor):
@@ -57,6 +63,7 @@ class EdgeActor(Actor):
         self._collector = MetricsCollector(context)
         self._pins = PinRoutes(context, admin_token)
         self._was_ready = False
+        self._num_held = 0
         parts = Parts(
             context=context, exchange=self.exchange, metrics=self.metrics, collector=self._collector, health=self,
             models=tuple(dict.fromkeys(models)), limits=limits or Limits(), pins=self._pins,
@@ -150,7 +157,7 @@ class EdgeActor(Actor):
         """Return why requests cannot be served now."""
         if self.state == "draining":
             return Unavailable("the server is stopping", code="draining", retry_after_s=5.0)
-        members = self.context.membership.members(states=STATES)
+        members = self._members()
         if cut_off(members, self.clock.now()):
             return Unavailable("the bus cannot be reached", code="bus_unavailable", retry_after_s=2.0)
         reasons = missing(members)
@@ -159,6 +166,35 @@ class EdgeActor(Actor):
         self._was_ready = True
         return None
 
+    async def ready(self, limit_s: float) -> None:
+        """Return once requests can be served, at once if they can be now.
+
+        A part of which the last one has just died is about to be replaced: what comes meanwhile is held for a while,
+        as what was sent to the dead one is. Not before all was there for the first time: that may take minutes.
+
+        Raises:
+            Unavailable: if they cannot be served, and will not be within `limit_s` and `REPLACED_S` seconds.
+        """
+        problem = self.not_ready()
+        if problem is None:
+            return
+        if not self._was_ready or self._num_held >= MAX_HELD:
+            raise problem
+        self._num_held += 1
+        self.metrics.held.inc()
+        until = self.clock.now() + min(limit_s, REPLACED_S)
+        try:
+            while problem is not None:
+                if self.clock.now() >= until or problem.code != "not_ready" or not coming(self._members()):
+                    raise problem
+                await self.clock.sleep(HELD_POLL_S)
+                problem = self.not_ready()
+        finally:
+            self._num_held -= 1
+
+    def _members(self) -> list[Member]:
+        return self.context.membership.members(states=STATES)
+
     def degraded(self) -> list[str]:
         """Return what does not work although requests are served."""
-        return degraded(self.context.membership.members(states=STATES))
+        return degraded(self._members())

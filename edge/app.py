@@ -30,6 +30,10 @@ class Health(Protocol):
         """Return why requests cannot be served now."""
         ...
 
+    async def ready(self, limit_s: float) -> None:
+        """Return once requests can be served; raise if that may not be soon."""
+        ...
+
     def degraded(self) -> list[str]:
         """Return what does not work although requests are served."""
         ...
@@ -60,7 +64,7 @@ def create_app(parts: Parts) -> ASGIApp:
     system = _System(parts)
     generate = {
         api: Generate(
-            api, parts.context, parts.exchange, parts.metrics, parts.models, parts.limits, parts.health.not_ready
+            api, parts.context, parts.exchange, parts.metrics, parts.models, parts.limits, parts.health.ready
         )
         for api in ("chat", "completion")
     }  # fmt: skip

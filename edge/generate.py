@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ from edge.openai_shapes import Shape
 from edge.reading import ClientLeft, ReaderStalled, check_content, read_body, read_terms
 from edge.stream import write_stream
 from runtime.actor import Context
-from schemas.errors import SlowReader, Unavailable
+from schemas.errors import SlowReader
 from schemas.openai import load_json, parse_request
 from schemas.tenants import tenant_of
 
@@ -48,7 +48,7 @@ class Generate:
     metrics: EdgeMetrics
     models: Collection[str]
     limits: Limits
-    not_ready: Callable[[], Unavailable | None]
+    ready: Callable[[float], Awaitable[None]]  # once requests can be served, or raises; within seconds
     unknown_logged: set[str] = field(default_factory=set)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,9 +74,7 @@ class Generate:
         terms = read_terms(headers, parsed, limits.default_deadline_s)
         tenant = tenant_of(headers, limits.tenant_header)
         self._log_unknown(parsed.unknown_fields)
-        problem = self.not_ready()
-        if problem is not None:
-            raise problem
+        await self.ready(terms.deadline_s - (self.context.clock.now() - received_at))
         request = self.exchange.open(
             parsed,
             body,

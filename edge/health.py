@@ -27,12 +27,8 @@ def missing(members: Iterable[Member]) -> list[str]:
     Engines are `ready` only after a real step, so that this says that the model answers. A prefill engine is not
     needed: a decode engine computes a prompt itself when there is none.
     """
-    known = list(members)
     reasons = []
-    for part, kinds in NEEDED.items():
-        of_kind = [m for m in known if m.ref.kind in kinds]
-        if any(m.state == "ready" for m in of_kind):
-            continue
+    for part, of_kind in _lacking(members).items():
         failed = next((m for m in of_kind if m.state == "failed"), None)
         if failed is not None:
             reasons.append(f"no {part} is ready: {failed.reason or 'it failed to start'}")
@@ -41,6 +37,18 @@ def missing(members: Iterable[Member]) -> list[str]:
         else:
             reasons.append(f"no {part} is running")
     return reasons
+
+
+def coming(members: Iterable[Member]) -> bool:
+    """Whether what is missing may be here in a moment, as what was killed is: no part of it has failed to start."""
+    return not any(m.state == "failed" for of_kind in _lacking(members).values() for m in of_kind)
+
+
+def _lacking(members: Iterable[Member]) -> dict[str, list[Member]]:
+    """Return the parts of which none is ready, and who of each is there."""
+    known = list(members)
+    parts = {part: [m for m in known if m.ref.kind in kinds] for part, kinds in NEEDED.items()}
+    return {part: of_kind for part, of_kind in parts.items() if not any(m.state == "ready" for m in of_kind)}
 
 
 def degraded(members: Iterable[Member]) -> list[str]:

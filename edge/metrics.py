@@ -42,6 +42,7 @@ class EdgeMetrics:
         self.slow_readers = telemetry.counter("http_slow_readers_total", "Clients given up because they took nothing")
         self.fenced = telemetry.counter("edge_frames_fenced_total", "Frames refused under a lower fence")
         self.malformed = telemetry.counter("edge_frames_malformed_total", "Frames that could not be read")
+        self.held = telemetry.counter("edge_requests_held_total", "Requests held while a dead part was replaced")
         self.resubmitted = telemetry.counter("edge_resubmissions_total", "Submissions after the first of a request")
 
     def items(self, count: int, interval_s: float) -> None:

@@ -20,6 +20,16 @@ class Fence(NamedTuple):
         """Return the fence of the owner's next try."""
         return Fence(self.term, self.owner, self.n + 1)
 
+    @property
+    def before(self) -> Fence:
+        """The highest fence below this one: what is over where this one may still come."""
+        return Fence(self.term, self.owner, self.n - 1)
+
+    @property
+    def label(self) -> str:
+        """The whole fence in a word, for names of what is done under it: two owners may share term and number."""
+        return f"{self.term}.{self.owner}.{self.n}"
+
 
 def _ref(value: Any) -> Any:
     return Ref(*value) if isinstance(value, (list, tuple)) else value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from chaos import invariants
-from chaos.clients import NativeStream
+from chaos import clients, invariants
+from chaos.clients import NativeStream, native_chat
 from chaos.history import Recorder
 from chaos.watch import Watch
 from schemas.messages import Heartbeat
@@ -90,12 +91,75 @@ async def test_an_error_ends_the_stream_where_it_is() -> None:
     assert recorder.events[-1].data["error"] == {"kind": "Unavailable"}
 
 
-async def test_a_bus_without_takers_ends_the_request() -> None:
-    """The bus itself says that nobody listens."""
-    stream, recorder, _ = client()
-    await stream.on_frame(Message(None, {"Status": "503"}))  # type: ignore[arg-type]
+class Bus:
+    """A bus whose n-th request has the n-th fate: `nobody` listens, it is `lost`, or frames come."""
 
-    assert stream.done.is_set()
+    def __init__(self, *fates: str | list[dict[str, Any]]) -> None:
+        self.fates = list(fates)
+        self.asked: list[dict[str, Any]] = []
+        self.handlers: dict[str, Any] = {}
+        self.left: list[str] = []
+
+    def new_inbox(self) -> str:
+        return f"inbox.{len(self.handlers)}"
+
+    async def subscribe(self, inbox: str, cb: Any) -> Any:
+        self.handlers[inbox] = cb
+
+        class Subscription:
+            async def unsubscribe(inner) -> None:
+                self.left.append(inbox)
+
+        return Subscription()
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        if not subject.startswith("requests."):
+            return
+        self.asked.append(json.loads(payload))
+        fate = self.fates.pop(0)
+        if fate == "nobody":
+            await self.handlers[reply](Message(None, {"Status": "503"}))
+        elif isinstance(fate, list):
+            for frame in fate:
+                await self.handlers[reply](Message(frame))
+
+
+async def test_what_nobody_has_taken_is_asked_again_with_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens, then a request dies with the actor that had just got it: the third one is answered."""
+    monkeypatch.setattr(clients, "SILENCE_S", 0.3)
+    bus, recorder = Bus("nobody", "lost", [items((0, "a"), (1, "b"), (2, "c")), END]), Recorder(time.monotonic)
+
+    await native_chat(recorder, bus, "r", "k", {}, deadline_s=30.0)  # type: ignore[arg-type]
+
+    assert invariants.answer(recorder.events) == invariants.Answer(("abc",), ("length",))
+    assert [e.kind for e in recorder.events].count("sent") == 1
+    assert bus.left == ["inbox.0", "inbox.1", "inbox.2"], "whoever works for an earlier inbox finds nobody there"
+    left = [body["deadline_ms"] for body in bus.asked]
+    assert left == sorted(left, reverse=True) and left[0] - left[2] >= 500
+
+
+async def test_what_was_taken_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence after `accepted` is for the other side to end: a second try could be answered twice."""
+    monkeypatch.setattr(clients, "SILENCE_S", 0.05)
+    monkeypatch.setattr(clients, "SLACK_S", 0.1)
+    bus, recorder = Bus([{"id": "r", "accepted": {"id": "r"}}]), Recorder(time.monotonic)
+
+    await native_chat(recorder, bus, "r", "k", {}, deadline_s=1.0)  # type: ignore[arg-type]
+
+    assert len(bus.asked) == 1
+    assert [e.kind for e in recorder.events] == ["sent", "accepted"]
+
+
+async def test_a_bus_without_takers_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus itself says that nobody listens, for longer than an actor takes to be started again."""
+    monkeypatch.setattr(clients, "NOBODY_LIMIT_S", 0.5)
+    bus, recorder = Bus(*["nobody"] * 9), Recorder(time.monotonic)
+
+    await native_chat(recorder, bus, "r", "k", {}, deadline_s=30.0)  # type: ignore[arg-type]
+
+    assert 2 <= len(bus.asked) <= 5
     assert recorder.events[-1].kind == "terminal" and recorder.events[-1].data["error"]["kind"] == "Unavailable"
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
+import edge.actor
 from edge.submission import ACCEPT_LIMIT_S
 from runtime.node import Node
 from runtime.virtual_clock import VirtualClock, run_virtual
@@ -158,17 +162,77 @@ async def test_an_older_owner_is_fenced_once_a_newer_one_has_accepted() -> None:
         assert request_id not in old.sessions
 
 
-async def test_without_any_admission_actor_requests_are_refused_with_a_time_to_come_back() -> None:
-    """503 at once, not a wait."""
-    async with edge_setup(peers=1) as s:
-        await s.system.kill(s.peer_nodes[0])
-        await s.until(lambda: s.edge.not_ready() is not None)
+def test_without_any_admission_actor_requests_are_refused_with_a_time_to_come_back() -> None:
+    """Nobody comes in the place of the dead one: 503, after the time that nobody's acceptance is waited for."""
 
-        for stream in (False, True):
-            response = await s.http.post(CHAT, json=chat(stream=stream))
-            assert response.status_code == 503
-            assert int(response.headers["retry-after"]) >= 1
-            assert response.json()["error"]["code"] == "not_ready"
+    async def main(clock: VirtualClock) -> None:
+        async with edge_setup(clock=clock, listen=False) as s:
+            await s.system.kill(s.peer_nodes[0])
+            await s.until(lambda: s.edge.not_ready() is not None)
+
+            for stream in (False, True):
+                begun = clock.now()
+                response = await s.http.post(CHAT, json=chat(stream=stream))
+                assert response.status_code == 503
+                assert ACCEPT_LIMIT_S <= clock.now() - begun <= ACCEPT_LIMIT_S + 0.1
+                assert int(response.headers["retry-after"]) >= 1
+                assert response.json()["error"]["code"] == "not_ready"
+            refused = await s.http.post(CHAT, json=chat(temperature=9))
+            assert refused.status_code == 400, "a bad request waits for nobody"
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_for_the_replacement_of_the_last_admission_actor(stream: bool) -> None:
+    """R11. Scenario: owner and heir are dead; the next one is there 1.5 s later, and is asked at once."""
+
+    async def main(clock: VirtualClock) -> None:
+        async with edge_setup(clock=clock, listen=False) as s:
+            await s.system.kill(s.peer_nodes[0])
+            await s.until(lambda: s.edge.not_ready() is not None)
+            begun = clock.now()
+            asked = asyncio.create_task(s.http.post(CHAT, json=chat(stream=stream)))
+            await clock.sleep(1.5)
+            assert not asked.done()
+            node = s.system.node("peer-9")
+            node.add("admission", "admission-9", lambda c: ScriptedPeer(c, answer=lambda _submit: Answer()))
+            await node.start()
+            response = await asked
+
+            assert response.status_code == 200 and "lo" in response.text
+            assert clock.now() - begun <= 1.5 + 0.5
+            held = [x for x in (await s.edge.metrics_page()).splitlines() if "edge_requests_held_total{" in x]
+            assert [x.rsplit(" ", 1)[1] for x in held] == ["1.0"]
+
+    run_virtual(main)
+
+
+def test_no_more_requests_are_held_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes beyond, or can wait no longer than its deadline, or for what has failed, is refused before."""
+    monkeypatch.setattr(edge.actor, "MAX_HELD", 2)
+
+    async def main(clock: VirtualClock) -> None:
+        async with edge_setup(clock=clock, listen=False) as s:
+            await s.system.kill(s.peer_nodes[0])
+            await s.until(lambda: s.edge.not_ready() is not None)
+
+            async def took(**extra: Any) -> float:
+                begun = clock.now()
+                assert (await s.http.post(CHAT, json=chat(**extra))).status_code in (408, 503)
+                return clock.now() - begun
+
+            waits = await asyncio.gather(*(took() for _ in range(3)))
+            assert sorted(round(w) for w in waits) == [0, round(ACCEPT_LIMIT_S), round(ACCEPT_LIMIT_S)]
+            assert 1.0 <= await took(deadline_ms=1000) <= 1.1
+            failing = s.system.node("peer-9")
+            failing.add("admission", "admission-9", lambda c: ScriptedPeer(c, answer=lambda _submit: Answer()))
+            await failing.start()
+            failing.actors[0].state, failing.actors[0].reason = "failed", "it has no model"
+            await s.until(lambda: "no model" in str(s.edge.not_ready()))
+            assert await took() == 0.0
+
+    run_virtual(main)
 
 
 def test_a_request_that_nobody_accepts_is_refused_within_seconds() -> None:
