@@ -17,28 +17,53 @@ from pathlib import Path
 from typing import Any
 
 import nats
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-ACK_EVERY_S = 0.2
+SILENCE_S = 2.0  # without a word for so long, the request was lost before anybody took it
+NOBODY_S = 0.2
 WINDOW = 64  # items per choice that may be under way unacknowledged
 
 
 async def chat(bus: str, token: str | None, body: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Send one request, print the answer as it comes, and return the terminal."""
     connection = await nats.connect(bus, token=token)
+    loop = asyncio.get_running_loop()
+    until, silence_s = loop.time() + limit_s, SILENCE_S
+    try:
+        while True:
+            left_s = until - loop.time()
+            if left_s <= 0.0:
+                return {"error": {"message": f"no end within {limit_s} s"}}
+            terminal = await ask(connection, {**body, "deadline_ms": round(left_s * 1000)}, left_s, silence_s)
+            if terminal is not None:
+                return terminal
+            silence_s *= 2  # nobody has said a word, so nothing was promised: ask again
+    finally:
+        await connection.drain()
+
+
+async def ask(connection: Client, body: dict[str, Any], limit_s: float, silence_s: float) -> dict[str, Any] | None:
+    """Publish a request and follow it to its terminal; None if nobody has taken it."""
     frames: asyncio.Queue[Msg] = asyncio.Queue()
-    inbox = connection.new_inbox()
-    await connection.subscribe(inbox, cb=frames.put)
+    inbox = connection.new_inbox()  # of this try alone: whoever works for an earlier one finds that nobody listens
+    subscription = await connection.subscribe(inbox, cb=frames.put)
     headers = {"Content-Type": "application/json"}
     await connection.publish("requests.chat", json.dumps(body).encode(), reply=inbox, headers=headers)
 
     next_index = [0] * int(body.get("n", 1))
+    taken = False
     try:
         async with asyncio.timeout(limit_s):
             while True:
-                message = await frames.get()
-                if message.headers and message.headers.get("Status") == "503":
-                    return {"error": {"message": "nobody takes requests on this bus"}}
+                try:
+                    message = await asyncio.wait_for(frames.get(), None if taken else silence_s)
+                except TimeoutError:
+                    return None
+                if message.headers and message.headers.get("Status") == "503":  # nobody listens at the moment
+                    await asyncio.sleep(NOBODY_S)
+                    return None
+                taken = True
                 frame = json.loads(message.data)
                 for choice, index, _id, text, _logprob in frame.get("items", []):
                     if index == next_index[choice]:  # 1. drop every index but the next one expected
@@ -51,9 +76,9 @@ async def chat(bus: str, token: str | None, body: dict[str, Any], limit_s: float
                 if "terminal" in frame and not missing(frame, next_index):
                     return dict(frame["terminal"])
     except TimeoutError:
-        return {"error": {"message": f"no end within {limit_s} s"}}
+        return {"error": {"message": "no end in time"}}
     finally:
-        await connection.drain()
+        await subscription.unsubscribe()
 
 
 def missing(frame: dict[str, Any], next_index: list[int]) -> bool:
@@ -93,7 +118,6 @@ def main() -> int:
         "messages": [{"role": "user", "content": args.prompt}],
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
-        "deadline_ms": round(args.limit_s * 1000),
     }
     terminal = asyncio.run(chat(bus, token, body, args.limit_s + 1.0))
     print()

@@ -18,9 +18,17 @@ from test_system import add_edge, read, submit
 from virtual_fleet import Fleet, answer, fleet
 
 from edge.exchange import OpenRequest
+from runtime.bus import BusMessage
 from runtime.virtual_clock import VirtualClock, run_virtual
+from schemas import messages as m
+from schemas.codec import encode
+from schemas.errors import Unavailable
+from schemas.items import ACKS, Ack, acks_body
+from schemas.messages import ExitNotice
+from schemas.record import Fence, ReplyTo
+from schemas.subjects import EXIT, Ref
 
-COUNT = 150
+COUNT = 250
 MOMENTS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 
 
@@ -30,11 +38,11 @@ def no_blocking_calls() -> Iterator[None]:
     yield
 
 
-def simulate(scenario: Any, directory: Path, *, seed: int = 0) -> Any:
-    """Run `scenario(fleet)` on a fresh instance with an edge, whose decode engines run requests whole."""
+def simulate(scenario: Any, directory: Path, *, seed: int = 0, whole_below: int = 10_000) -> Any:
+    """Run `scenario(fleet)` on a fresh instance with an edge, whose decode engines run requests whole by default."""
 
     async def main(clock: VirtualClock) -> Any:
-        async with fleet(clock, directory, whole_below=10_000) as f:
+        async with fleet(clock, directory, whole_below=whole_below) as f:
             await f.system.start(add_edge(f))
             await f.system.clock.sleep(0.5)
             return await scenario(f)
@@ -118,3 +126,153 @@ def test_every_request_has_one_owner_in_the_end(seed: int, tmp_path: Path) -> No
             check(stream, PROMPT, COUNT)
 
     simulate(scenario, tmp_path, seed=seed)
+
+
+def test_an_early_try_that_has_only_waited_takes_nothing_from_a_living_owner(tmp_path: Path) -> None:
+    """R3, R11. Scenario: `Submit` of term 1 waits for a first engine; term 2 is accepted elsewhere and kept here."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, COUNT)
+        await f.system.until(lambda: request.inflight.accepted is not None, limit_s=5.0)
+        first = request.inflight.accepted
+        assert first is not None
+        await f.kill(f"admission-{first.owner.id}")
+        heir = f.actor(f"admission-{first.owner.id}")  # it was started anew, and is the next owner's backup
+        await f.system.until(lambda: heir.statistics()["records_held"] == 1, limit_s=5.0)
+        accepted = request.inflight.accepted
+        assert accepted is not None and accepted.term > 0 and accepted.owner != heir.ref
+        wall, edge = f.system.clock.wall(), f.actor("edge-0").ref
+        early = m.Submit(
+            request_id=request.id, api="completion", body=request.body, term=accepted.term, accept_by=wall + 2.0,
+            deadline=wall + 60.0, reply=ReplyTo(subject=edge.subject, mode="mailbox"),
+        )  # fmt: skip
+        f.system.send(heir.ref, early, sender=edge)
+        await f.system.clock.sleep(0.01)
+        assert heir.load()["running"] == 0 and heir.statistics()["records_held"] == 1
+        await ends(f, [request])
+        assert request.inflight.accepted is not None and request.inflight.accepted.owner == accepted.owner
+
+    simulate(scenario, tmp_path)
+
+
+def test_an_orphan_of_a_former_owner_is_not_taken_from_a_living_one(tmp_path: Path) -> None:
+    """R3. Scenario: an engine that was away reports what another owner has placed anew; its heir knows better."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, COUNT)
+        await f.system.until(lambda: sum(request.inflight.next) >= 20, limit_s=5.0)
+        accepted = request.inflight.accepted
+        assert accepted is not None and accepted.backup is not None
+        heir, engine = f.actor(f"admission-{accepted.backup.id}"), f.actor("prefill-0").ref
+        record = heir._records._keeping.held[request.id].keep.record
+        gone = record.model_copy(update={"owner": Ref("admission", accepted.owner.id, "0" * 16)})
+        told = await f.system.tap(engine.subject)
+        f.nodes[f"admission-{accepted.backup.id}"].membership.handle(
+            BusMessage(EXIT, encode(ExitNotice(node="gone", pid=1, code=-9, refs=[gone.owner])))
+        )
+        orphan = m.Orphan(request_id=request.id, fence=Fence(-1, "x", 0), record=gone, source=engine)
+        f.system.send(heir.ref, orphan, sender=engine)
+        await f.system.clock.sleep(0.2)
+        assert [(x.reason, x.fence.term) for x in told if isinstance(x, m.Close)] == [("fenced", accepted.term)]
+        assert heir.load()["running"] == 0
+        await ends(f, [request])
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("order", ["closed, then opened", "opened, then closed"])
+def test_who_is_fenced_off_is_welcome_under_the_fence_itself(order: str, tmp_path: Path) -> None:
+    """R3. Scenario: an owner tells a detokenizer that it serves without it, and then chooses that very one."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, COUNT)
+        await f.system.until(lambda: sum(request.inflight.next) >= 20, limit_s=5.0)
+        name = next(n for n in ("detokenize-0", "detokenize-1") if f.actor(n)._sessions)
+        detok = f.actor(name)
+        session = detok._sessions[request.id]
+        fence = Fence(session.fence.term + 1, "other.e", 0)
+        head = {"request_id": request.id, "fence": fence, "deadline": session.record.deadline}
+        close, opening = m.Close(**head, reason="fenced"), m.Open(**head, record=session.record)
+        for message in (close, opening) if order.startswith("closed") else (opening, close):
+            f.system.send(detok.ref, message, sender=session.record.owner)
+        await f.system.clock.sleep(0.01)
+        now = detok._sessions[request.id]
+        assert now.fence == fence and not now.ended and not now.fenced_off
+
+    simulate(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["a dispatch", "a reservation"])
+def test_an_engine_is_welcome_to_whoever_has_fenced_off_its_work(how: str, tmp_path: Path) -> None:
+    """R3. Scenario: a detokenizer acknowledges `fenced` with the new owner's fence; that one chooses this engine."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, COUNT)
+        await f.system.until(lambda: sum(request.inflight.next) >= 20, limit_s=5.0)
+        engine = next(e for e in f.engines() if request.id in e.works)
+        work = engine.works[request.id]
+        fence = Fence(work.fence.term + 1, "other.e", 0)
+        ack = Ack(request.id, fence, "fenced", [], 0)
+        engine.receive_hot(ACKS, acks_body([ack]), work.detok)
+        assert request.id not in engine.works
+        head = {"request_id": request.id, "fence": fence, "deadline": work.record.deadline, "record": work.record}
+        other = f.actor("prefill-0").ref
+        if how == "a dispatch":
+            engine.receive(m.Dispatch(**head, detokenize=work.detok, outputs=[[]], reply=work.owner), work.owner)
+        else:
+            engine.receive(
+                m.Reserve(
+                    **head, part=0, parts=1, num_tokens=10, choices=[0], outputs=[[]], detokenize=work.detok,
+                    source=other,
+                ),
+                other,
+            )  # fmt: skip
+        assert engine.works[request.id].fence == fence
+
+    simulate(scenario, tmp_path)
+
+
+def test_a_reservation_under_a_lower_fence_is_answered(tmp_path: Path) -> None:
+    """R3. Scenario: a request was closed at the engine that its hand-off is meant for: without a word it would wait."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, COUNT)
+        await f.system.until(lambda: sum(request.inflight.next) >= 20, limit_s=5.0)
+        engine = next(e for e in f.engines() if request.id in e.works)
+        work, other = engine.works[request.id], f.actor("prefill-0").ref
+        told = await f.system.tap(other.subject)
+        fence = work.fence.before
+        engine.receive(
+            m.Reserve(
+                request_id=request.id, fence=fence, deadline=work.record.deadline, record=work.record, part=0, parts=1,
+                num_tokens=10, choices=[0], outputs=[[]], detokenize=work.detok, source=other,
+            ),
+            other,
+        )  # fmt: skip
+        await f.system.clock.sleep(0.01)
+        (answer,) = [x for x in told if isinstance(x, m.Reserved)]
+        assert answer.fence == fence and answer.error is not None
+        assert engine.works[request.id] is work
+        await ends(f, [request])
+
+    simulate(scenario, tmp_path)
+
+
+def test_a_request_that_failed_at_an_engine_fails_there_once(tmp_path: Path) -> None:
+    """Scenario: its owner is dead, so nobody closes it; its abort is answered by what would fail it again, for ever."""
+
+    async def scenario(f: Fleet) -> None:
+        engine = f.actor("prefill-0")
+        f.freeze("transfer-0")
+        stream = await f.ask(PROMPT, max_tokens=20)
+        parts = lambda: [p for w in engine.works.values() for p in w.parts.values()]  # noqa: E731
+        await f.system.until(lambda: any(p.transfer for p in parts()), limit_s=5.0)
+        for number in range(2):
+            await f.kill(f"admission-{number}", again_after_s=None)
+        seen = await f.system.tap(f.actor("transfer-0").ref.subject)
+        engine.fail(engine.works[stream.request_id], Unavailable("its destination is gone"))
+        f.thaw("transfer-0")
+        await f.system.clock.sleep(1.0)
+        assert len([x for x in seen if isinstance(x, m.TransferAbort)]) <= 3
+
+    simulate(scenario, tmp_path, whole_below=0)  # it is handed over

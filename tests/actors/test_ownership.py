@@ -10,7 +10,7 @@ from actors import ownership as own
 from actors.ownership import CLOSING_S, MAX_OPEN, OWNER_GRACE_S, RESEND_S, Ended, Failover, Ownership, Send, Terminal
 from actors.placement import Placement
 from schemas import messages as m
-from schemas.errors import EngineFailed, HeadraceError, Overloaded, Unavailable
+from schemas.errors import Cancelled, EngineFailed, HeadraceError, Overloaded, Unavailable
 from schemas.record import Fence, Record, ReplyTo, Sampling
 from schemas.subjects import Ref
 
@@ -912,3 +912,32 @@ def test_what_was_begun_is_never_refused() -> None:
     later.tokenized()
     later.opened()
     assert later.sent(m.Dispatch)
+
+
+def test_a_detokenizer_that_lets_go_of_the_former_owners_stream_ends_nothing() -> None:
+    """R3. Scenario: the client has fenced a dead owner's stream; the same detokenizer is chosen for the next try."""
+    b = Bench()
+    b.admit(term=1)
+    b.tokenized()
+    b.out.clear()
+    superseded = Cancelled("another owner serves this request", code="superseded").info()
+    b.finished(fence=Fence(0, "dead.e", 0), error=superseded)
+
+    assert [type(d.message) for d in b.all(Send)] == [m.FinishedAck] and not b.all(Ended)
+    b.opened()
+    assert b.table.num_open == 1
+
+    b.finished(fence=Fence(0, "dead.e", 0))
+    assert b.all(Ended), "an answer that is complete is the end whoever asked for it"
+
+
+def test_who_is_superseded_closes_nothing_for_good() -> None:
+    """R3. Scenario: another owner has the request; a holder that reports to the former one is not to drop it."""
+    b = Bench()
+    b.running()
+    b.finished(fence=Fence(5, "z.e", 0), error=Cancelled("another owner", code="superseded").info())
+
+    assert {d.message.reason for d in b.all(Send) if isinstance(d.message, m.Close)} == {"superseded"}
+    owned = b.table.get("r")
+    assert owned is not None
+    assert [d.message.reason for d in b.table.close_elsewhere(owned, T1)] == ["fenced"]

@@ -143,3 +143,11 @@ def test_what_is_complete_and_never_closed_asks_for_its_end() -> None:
     assert indices(w, 0.1 + ASK_END_S) == [2]
     assert not w.rewind(0.2 + ASK_END_S)
     assert w.rewind(0.1 + 2 * ASK_END_S)
+
+
+def test_transfers_of_two_owners_do_not_share_a_name() -> None:
+    """R3. Scenario: two owners ask the same engine under the same term and number: one gets the other one's copy."""
+    one, two = work([[1]]), work([[1]])
+    one.fence, two.fence = Fence(1, "a.e1", 0), Fence(1, "b.e2", 0)
+    (part,) = make_parts(one.record, [[]], [])
+    assert one.job(part) != two.job(part)
