@@ -122,6 +122,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("freeze-decode-kill-survivor", (Act("decode", "freeze"), Act("decode", who="other", after_s=0.5))),
         Scenario("kill-decode-and-admission", (Act("decode"), Act("admission"))),
         Scenario("kill-detokenize-and-admission", (Act("detokenize"), Act("admission"))),
+        Scenario("kill-all-admission", (Act("admission"), Act("admission", who="other"))),
         Scenario("kill-admission-then-heir", (Act("admission"), Act("admission", who="other", after_s=1.5))),
         Scenario("kill-detokenize-then-other", (Act("detokenize"), Act("detokenize", who="other", after_s=2.0))),
         Scenario("kill-decode-and-prefill", (Act("decode"), Act("prefill", who="other"))),

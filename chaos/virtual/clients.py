@@ -8,7 +8,8 @@ from typing import Any
 from chaos.history import Recorder
 from chaos.virtual.nodes import MODEL
 from chaos.virtual.plan import Arrival
-from edge.exchange import Exchange, OpenRequest
+from edge.actor import EdgeActor
+from edge.exchange import OpenRequest
 from edge.inflight import Delta
 from engine.scripted_runner import Rules
 from runtime.bus import Bus, BusMessage
@@ -162,8 +163,9 @@ class NativeClient:
 class EdgeClient:
     """One request that came in over HTTP: what the edge's routes do with it, without the sockets."""
 
-    def __init__(self, recorder: Recorder, exchange: Exchange, clock: Clock, arrival: Arrival) -> None:
-        self._recorder, self._exchange, self._clock, self._arrival = recorder, exchange, clock, arrival
+    def __init__(self, recorder: Recorder, edge: EdgeActor, clock: Clock, arrival: Arrival) -> None:
+        self._recorder, self._edge, self._clock, self._arrival = recorder, edge, clock, arrival
+        self._exchange = edge.exchange
         self._accepted = False
 
     async def run(self) -> None:
@@ -174,6 +176,7 @@ class EdgeClient:
         body = body_of(arrival)
         parsed = parse_request("completion", body, models=(MODEL,))
         try:
+            await self._edge.ready(arrival.deadline_s)
             request = self._exchange.open(
                 parsed, body, received_at=began, deadline_s=arrival.deadline_s, request_class="interactive",
                 traceparent="",

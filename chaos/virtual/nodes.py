@@ -125,6 +125,11 @@ class Nodes:
             await self.system.clock.sleep(again_after_s)
             await self.system.start(self.make(kind, int(number)))
 
+    def has_started(self, name: str) -> bool:
+        """Whether a node is past its start, as far as its engine goes."""
+        actor = self.actor(name)
+        return not isinstance(actor, SteppedEngineActor) or actor.thread is not None
+
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
         self.system.freeze(self.nodes[name])

@@ -167,6 +167,10 @@ def _blows(draw: random.Random, layout: Mapping[str, int], end: float, owners_ap
                     later, for_s = round(at + draw.choice([0.0, 0.1, 0.4, 1.0]), 3), round(draw.uniform(0.1, 1.5), 2)
                     other = owners.struck(draw, other, others, later, for_s)
                     out.append(Blow(later, kind, other, for_s=for_s))
+                elif not owners_apart_s and draw.random() < 0.1:  # all who own requests, before a replacement is there
+                    for name in (n for n in nodes if n not in others):
+                        later = round(at + draw.choice([0.0, 0.1, 0.5]), 3)
+                        out.append(Blow(later, kind, name, for_s=round(draw.uniform(0.6, 2.5), 2)))
             case "freeze" | "offline":
                 for_s = round(draw.uniform(0.2, 5.0), 2)
                 out.append(Blow(at, kind, owners.struck(draw, victim, others, at, for_s), for_s=for_s))

@@ -20,6 +20,9 @@ from engine.scripted_runner import ScriptedRunner
 from runtime.memory_bus import Faults, MemoryBus
 from runtime.node import Node
 from runtime.virtual_clock import VirtualClock, run_virtual
+from schemas.errors import BusUnavailable
+
+AGAIN_S = 0.3  # after which a supervisor starts a process again that could not start
 
 
 class StormNodes(Nodes):
@@ -82,7 +85,7 @@ class Storm:
         if arrival.client == "native":
             await NativeClient(self._recorder, self._system.outside, self._clock, arrival).run()
         else:
-            await EdgeClient(self._recorder, self._nodes.actor("edge-0").exchange, self._clock, arrival).run()
+            await EdgeClient(self._recorder, self._nodes.actor("edge-0"), self._clock, arrival).run()
 
     async def _rest(self) -> None:
         try:
@@ -116,7 +119,7 @@ class Storm:
             case "kill":
                 self._spawn(self._kill(blow))
             case "freeze":
-                if blow.victim in self._frozen:
+                if blow.victim in self._frozen or not self._nodes.has_started(blow.victim):
                     return False
                 self._spawn(self._freeze(blow, self._nodes.nodes[blow.victim]))
             case "cut":
@@ -140,9 +143,16 @@ class Storm:
         self._offline.pop(blow.victim, None)
         await self._system.kill(node)
         await self._clock.sleep(blow.for_s)
-        while self._bus_down:
-            await self._clock.sleep(0.1)  # no node starts without its bus
-        await self._system.start(self._nodes.make(kind, int(number)))
+        while True:
+            while self._bus_down:
+                await self._clock.sleep(0.1)  # no node starts without its bus
+            node = self._nodes.make(kind, int(number))
+            try:
+                await self._system.start(node)
+                return
+            except BusUnavailable:  # it went away meanwhile: the process ends, and its supervisor starts another one
+                await self._system.kill(node)
+                await self._clock.sleep(AGAIN_S)
 
     async def _freeze(self, blow: Blow, node: Node) -> None:
         self._frozen.add(blow.victim)

@@ -62,8 +62,18 @@ def test_all_kinds_of_faults_layouts_and_clients_occur() -> None:
     assert {tuple(p.layout) for p in plans} == {tuple(layout) for layout in LAYOUTS}
     arrivals = [a for p in plans for a in p.arrivals]
     assert {a.client for a in arrivals} == {"native", "edge"}
+    assert any(_ownerless(p.blows) for p in plans if all(a.client == "edge" for a in p.arrivals))
     for wanted in ("stop_at", "may_expire", "leaves_s", "silent", "pause_s", "seed"):
         assert any(getattr(a, wanted) for a in arrivals), wanted
+
+
+def _ownerless(blows: tuple[Blow, ...]) -> bool:
+    """Whether at some moment both owners of requests are dead."""
+    dead = [b for b in blows if b.kind == "kill" and b.victim.partition("-")[0] in OWNERS]
+    return any(
+        a.victim != b.victim and a.at < b.at + b.for_s and b.at < a.at + a.for_s
+        for a, b in itertools.combinations(dead, 2)
+    )
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=40, unique=True), st.data())
