@@ -103,6 +103,9 @@ class Destination:
             for choice, outputs in zip(msg.choices, msg.outputs, strict=True):
                 work.ids[choice] = list(outputs)
                 work.given[choice] = len(outputs)
+            for choice, complete in msg.rest:
+                work.ids[choice] = list(complete)
+                work.given[choice] = len(complete)
             self._queue.append((work, part))
         part.source = msg.source
         if part.refs is not None:

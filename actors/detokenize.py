@@ -282,6 +282,10 @@ class DetokenizeActor(Actor):
                     # Its engine may be at work under this very fence already: it is its owner's to command.
                     session.fenced_off = session.engine_closed = True
                 session.finished_acked = True
+                owner = session.record.owner
+                if sender is not None and sender.kind == "admission" and sender != owner and self._may_speak(owner):
+                    session.former.add(owner)  # it was silent for a while, and still thinks that it owns this
+                    self._tell_former(session, now)
                 self._retired.note(msg.request_id, over, fenced_off=session.fenced_off)
             self._after(session, now)
             self._flush([session])

@@ -57,6 +57,7 @@ class Source:
             outputs=[work.ids[c] for c in part.choices],
             detokenize=work.detok,
             source=self._engine.ref,
+            rest=work.rest() if part.number == 0 else [],
         )
 
     def on_reserved(self, msg: m.Reserved) -> None:

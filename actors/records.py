@@ -15,11 +15,12 @@ from actors import ownership as own
 from runtime.actor import Context
 from schemas import messages as m
 from schemas import subjects
-from schemas.errors import TooLarge
+from schemas.errors import Cancelled, TooLarge
 from schemas.record import Fence, Record, Strike
 from schemas.subjects import Ref
 
 REMEMBERED = 8192  # ids of ended requests: nobody runs one of them again
+TELL_S = 1.0
 
 
 class Records:
@@ -48,6 +49,8 @@ class Records:
         self._keeping = keeping.Keeping(context.ref)
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._deferred: dict[str, str] = {}  # held records to be adopted when there is room, and why
+        self._untold: dict[str, tuple[Ref, Fence]] = {}  # settled here while their owner was silent: it may come back
+        self._tell_at = 0.0
 
     def statistics(self) -> dict[str, float]:
         """Records of others that are held, requests of whom nobody else holds one, and how many were accepted so."""
@@ -139,6 +142,8 @@ class Records:
                 self._keeping.on_released(message, sender)
             case m.Orphan():
                 self._on_orphan(message, sender, now)
+            case m.FinishedAck():
+                self._untold.pop(message.request_id, None)
             case m.Unclaimed():
                 owned = self._open(message.request_id)
                 if owned is not None:
@@ -180,6 +185,21 @@ class Records:
         if error is None and "length" in held.finished.finish_reasons:
             outcome = "length"
         self._perform([own.Ended(held.keep.record, outcome, held.finished, 0, now, {})])
+        if len(self._untold) < REMEMBERED:
+            fence = keeping.above(held.keep.fence, f"{self._context.ref.id}.{self._context.ref.epoch}")
+            self._untold[held.keep.request_id] = held.owner, fence
+
+    def _tell_returned(self, now: float) -> None:
+        """Owners that were only silent let go of what has ended meanwhile, instead of keeping it to its deadline."""
+        self._tell_at = now + TELL_S
+        membership = self._context.membership
+        for request_id, (owner, fence) in list(self._untold.items()):
+            member = membership.get(owner)
+            if member is None or member.exited:
+                del self._untold[request_id]
+            elif membership.is_up(owner):
+                error = Cancelled("it has ended, and its account is written", code="superseded")
+                self._context.send(owner, m.Finished(request_id=request_id, fence=fence, error=error.info()))
 
     # --- taking over ----------------------------------------------------------------------------
 
@@ -291,10 +311,13 @@ class Records:
 
     def tick(self) -> list[keeping.Held]:
         """Look for backups, repeat releases; returns records whose request nobody has ended in time."""
+        now = self._context.clock.now()
         if self._deferred:
             self._adopt_deferred()
+        if self._untold and now >= self._tell_at:
+            self._tell_returned(now)
         others = self._others() if self._keeping.seeks else []
-        due = self._keeping.tick(others, self._context.clock.now())
+        due = self._keeping.tick(others, now)
         for request_id in due.accept:
             owned = self._open(request_id)
             if owned is not None:

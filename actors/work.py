@@ -19,6 +19,7 @@ from schemas.subjects import Ref
 RESEND_S = 0.3
 ASK_END_S = 1.0
 FORGOTTEN_S = 2.0
+WAITING_S = 5.0
 MAX_ITEMS_PER_MESSAGE = 2048
 CLASSES = ("interactive", "agent", "batch")  # the first comes first
 
@@ -73,7 +74,7 @@ class Work:
     orphaned: bool = False  # its owner is gone, and nobody has claimed it
     orphan_at: float = 0.0  # when to report that next, or to look for it
     orphan_tries: int = 0
-    alone_since: float = 0.0  # since when its detokenizer is gone
+    alone_since: float = 0.0  # since when its detokenizer is gone, or its hand-off is waited for
     last_word: bool = False  # its client was told of the deadline from here
     counted: bool = False  # its sequences show in the engine's load
     given: list[int] = field(default_factory=list)  # ids that each choice came with
@@ -163,17 +164,30 @@ class Work:
             keys += [Key(self.request_id, c) for p in self.parts.values() for c in p.choices[1:]]
         return keys
 
+    def rest(self) -> list[tuple[int, list[int]]]:
+        """Return the ids of choices that no part has, because they are complete."""
+        parted = {c for part in self.parts.values() for c in part.choices}
+        return [(c, list(ids)) for c, ids in enumerate(self.ids) if ids and c not in parted]
+
     def orphan(self, now: float) -> None:
         """The owner is gone: report it until somebody claims the request, or closes it here."""
         self.orphaned, self.orphan_at, self.orphan_tries = True, now, 0
 
     def forgotten(self, detok_up: bool, now: float) -> bool:
-        """Whether its detokenizer has been gone for so long that its owner, who would have named another, is asked."""
-        if detok_up:
+        """Whether the owner is to be asked, who would have said something: was this engine away when it did?
+
+        That is when the detokenizer has been gone for `FORGOTTEN_S`, or a hand-off has not come for `WAITING_S`.
+        """
+        waits = self.role == "destination" and not self.started
+        if detok_up and not waits:
             self.alone_since = 0.0
             return False
         self.alone_since = self.alone_since or now
-        return now - self.alone_since >= FORGOTTEN_S
+        if now - self.alone_since < (WAITING_S if detok_up else FORGOTTEN_S):
+            return False
+        if detok_up:
+            self.alone_since = now  # it may wait rightly, for a long prompt: asked again as long after
+        return True
 
     def redirect(self, detok: Ref, fence: Fence) -> None:
         """Send everything again, from index 0, if the detokenizer is another one."""

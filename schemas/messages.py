@@ -301,7 +301,9 @@ class Reserve(RequestMessage):
     """Prefill asks decode for blocks of one part's KV; answered with `Reserved`, perhaps later (back-pressure).
 
     A part is what one transfer carries: a prompt with all its choices at first, a single choice when resumed.
-    `parts` is how many the request has in all; `outputs` are the ids that each of `choices` already has.
+    `parts` is how many the request has in all; `outputs` are the ids that each of `choices` already has. The first part
+    brings in `rest`, as (choice, ids), those of choices that no part has because they are complete: another detokenizer
+    will want them.
     """
 
     record: Record
@@ -312,6 +314,7 @@ class Reserve(RequestMessage):
     outputs: list[list[int]]
     detokenize: RefField
     source: RefField
+    rest: list[tuple[int, list[int]]] = []
 
 
 class Reserved(RequestMessage):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_adoption import PROMPT, check
+from test_adoption import PROMPT, ask_of, check
 from test_system import add_edge, read, submit
 from virtual_fleet import Fleet, answer, fleet
 
@@ -276,3 +276,85 @@ def test_a_request_that_failed_at_an_engine_fails_there_once(tmp_path: Path) -> 
         assert len([x for x in seen if isinstance(x, m.TransferAbort)]) <= 3
 
     simulate(scenario, tmp_path, whole_below=0)  # it is handed over
+
+
+def test_a_complete_choice_reaches_the_client_although_all_but_its_engine_die(tmp_path: Path) -> None:
+    """R2, R8. Scenario: one of three choices is complete when the request is placed anew; then its detokenizer dies.
+
+    The engine that runs the other two is the only one to have its ids.
+    """
+
+    async def scenario(f: Fleet) -> None:
+        stop = answer(PROMPT, 30)[25:29]
+        texts = [answer(PROMPT, COUNT, choice=c) for c in range(3)]
+        assert all(stop not in text for text in texts[1:])
+        stream = await f.ask(PROMPT, max_tokens=COUNT, n=3, stop=[stop])
+        await f.system.until(lambda: stream.num_items > 140, limit_s=10.0)
+        await f.kill(f.serving("decode", stream))
+        at = stream.num_items
+        await f.system.until(lambda: stream.num_items > at + 30, limit_s=10.0)
+        await f.kill(f.serving("detokenize", stream), again_after_s=None)
+        await f.end(stream, limit_s=10.0)
+        assert ["".join(t) for t in stream.texts] == [texts[0].split(stop)[0], *texts[1:]]
+        assert stream.finish == {0: "stop", 1: "length", 2: "length"}
+
+    simulate(scenario, tmp_path, whole_below=0)
+
+
+def test_an_engine_that_was_away_when_its_hand_off_was_given_up_keeps_no_blocks(tmp_path: Path) -> None:
+    """Scenario: `Reserved` is its last word; it comes back when nobody says again that the owner has let it go."""
+
+    async def scenario(f: Fleet) -> None:
+        f.freeze("transfer-0")
+        stream = await f.ask(PROMPT, max_tokens=30)
+        engines = [f.actor(f"decode-{number}") for number in range(2)]
+        await f.system.until(lambda: any(e.works and e.stepped.core.load()["expected"] for e in engines), limit_s=2.0)
+        (away,) = [f"decode-{number}" for number in range(2) if engines[number].works]
+        buses = f.system.buses(away)
+        for bus in buses:
+            bus.disconnect()
+        f.thaw("transfer-0")
+        await f.end(stream, limit_s=15.0)
+        check(stream, PROMPT, 30)
+        await f.system.clock.sleep(3.0)
+        assert f.actor(away).works
+        for bus in buses:
+            bus.reconnect()
+        await f.rest(limit_s=8.0)
+
+    simulate(scenario, tmp_path, whole_below=0)
+
+
+def test_an_owner_that_was_away_when_a_request_ended_lets_go_of_it(tmp_path: Path) -> None:
+    """Scenario: every `Finished` to it is lost, its backup writes the account; it would keep it until the deadline."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 30)
+        await f.items(stream, 20)
+        buses = f.system.buses("admission-0")
+        for bus in buses:
+            bus.disconnect()
+        await f.end(stream, limit_s=10.0)
+        await f.system.clock.sleep(4.0)
+        for bus in buses:
+            bus.reconnect()
+        assert not f.actor("admission-0").idle
+        await f.system.until(lambda: f.actor("admission-0").idle, limit_s=4.0)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
+
+
+def test_a_detokenizer_that_another_owner_closes_says_so_to_its_own(tmp_path: Path) -> None:
+    """R3. Scenario: both were silent while the heir saw the request to its end; what is left is dropped."""
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 2000)
+        await f.items(stream, 20)
+        detok, owner, heir = f.actor(f.serving("detokenize", stream)), f.actor("admission-0"), f.actor("admission-1")
+        fence = Fence(detok._sessions[stream.request_id].fence.term + 1, f"{heir.ref.id}.{heir.ref.epoch}", 0)
+        close = m.Close(request_id=stream.request_id, fence=fence, reason="drop")
+        f.system.send(detok.ref, close, sender=heir.ref)
+        await f.system.until(lambda: not owner.load()["running"], limit_s=1.0)
+
+    simulate(scenario, tmp_path)
