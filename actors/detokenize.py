@@ -190,7 +190,7 @@ class DetokenizeActor(Actor):
         ownerless = session is not None and not self.context.membership.is_up(session.record.owner)
         if not ownerless and self._superseded(msg, sender, session):
             return
-        if session is not None and session.ended and not session.silent:
+        if session is not None and session.ended and not session.silent and not session.untaken:
             session.reopen(m.Open(**head_of(msg), record=session.record.model_copy(update={"owner": sender})))
             self._tell_owner(session, self.clock.now())
             return
@@ -389,8 +389,8 @@ class DetokenizeActor(Actor):
 
     def _tell_owner(self, session: Session, now: float) -> None:
         session.next_finished = now + FINISHED_RESEND_S
-        if session.finished_acked:
-            return
+        if session.finished_acked or (session.untaken and now < session.deadline):
+            return  # what the client has not taken is only here: the owner still has to see to it if this dies
         targets = [self._heir(session) if session.orphaned else session.record.owner]
         if session.finished_told:  # nobody has answered: its backup would end it once more half a second after D
             targets.append(session.record.backup)
@@ -453,6 +453,8 @@ class DetokenizeActor(Actor):
         everything = all(c.acked >= len(c.items) for c in session.choices)
         if of_end and session.ended and (everything or session.error is not None):
             session.client_done = True
+        if session.ended and session.client_done:
+            self._tell_owner(session, now)
         self._retire(session)
 
     def _no_responders(self, session: Session, now: float) -> None:

@@ -281,6 +281,11 @@ class Session:
         return True
 
     @property
+    def untaken(self) -> bool:
+        """Whether it has ended and its client has not acknowledged all of it: should this be lost, it is needed again."""
+        return self.ended and not (self.client_done or self.silent or self.slow_at)
+
+    @property
     def settled(self) -> bool:
         """Whether nothing more is owed to anybody."""
         return self.ended and self.client_done and self.finished_acked and self.engine_closed

@@ -358,3 +358,26 @@ def test_a_detokenizer_that_another_owner_closes_says_so_to_its_own(tmp_path: Pa
         await f.system.until(lambda: not owner.load()["running"], limit_s=1.0)
 
     simulate(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("victim", ["detokenize", "detokenize and admission"])
+def test_an_answer_that_is_complete_and_not_yet_taken_survives_its_detokenizer(victim: str, tmp_path: Path) -> None:
+    """R5. Scenario: the client takes nothing for a while; the engine is done, and the detokenizer alone has the rest."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, 700)
+        await f.system.until(lambda: sum(request.inflight.next) > 0, limit_s=5.0)
+        await f.system.until(lambda: not any(e.works for e in f.engines()), limit_s=30.0)
+        assert not request.inflight.ended
+        accepted = request.inflight.accepted
+        assert accepted is not None
+        name = next(n for n in ("detokenize-0", "detokenize-1") if f.actor(n)._sessions)
+        await f.kill(name, again_after_s=None)
+        if "admission" in victim:
+            await f.kill(f"admission-{accepted.owner.id}", again_after_s=None)
+        assert await read(f, request) == answer(PROMPT, 700)
+        assert request.inflight.error is None
+        f.actor("edge-0").exchange.close(request)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)
