@@ -282,7 +282,7 @@ class Session:
 
     @property
     def untaken(self) -> bool:
-        """Whether it has ended and its client has not acknowledged all of it: should this be lost, it is needed again."""
+        """Whether it has ended and its client has not acknowledged all of it: if this is lost, it is needed again."""
         return self.ended and not (self.client_done or self.silent or self.slow_at)
 
     @property

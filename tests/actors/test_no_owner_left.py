@@ -362,7 +362,7 @@ def test_a_detokenizer_that_another_owner_closes_says_so_to_its_own(tmp_path: Pa
 
 @pytest.mark.parametrize("victim", ["detokenize", "detokenize and admission"])
 def test_an_answer_that_is_complete_and_not_yet_taken_survives_its_detokenizer(victim: str, tmp_path: Path) -> None:
-    """R5. Scenario: the client takes nothing for a while; the engine is done, and the detokenizer alone has the rest."""
+    """R5. Scenario: the client takes nothing for a while; the engine is done, the detokenizer alone has the rest."""
 
     async def scenario(f: Fleet) -> None:
         request = submit(f, PROMPT, 700)
