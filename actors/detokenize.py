@@ -389,7 +389,9 @@ class DetokenizeActor(Actor):
 
     def _tell_owner(self, session: Session, now: float) -> None:
         session.next_finished = now + FINISHED_RESEND_S
-        if session.finished_acked or (session.untaken and now < session.deadline):
+        if session.finished_acked:
+            return
+        if session.untaken and now < session.deadline and self.state != "draining":
             return  # what the client has not taken is only here: the owner still has to see to it if this dies
         targets = [self._heir(session) if session.orphaned else session.record.owner]
         if session.finished_told:  # nobody has answered: its backup would end it once more half a second after D
@@ -531,6 +533,14 @@ class DetokenizeActor(Actor):
     def _retire(self, session: Session) -> None:
         if session.settled and self._sessions.pop(session.request_id, None) is not None:
             self._retired.note(session.request_id, session.fence, fenced_off=session.fenced_off)
+
+    def drain(self) -> None:
+        """Deliver what is complete before it leaves: its owner lets go of it, and does not have it computed again."""
+        super().drain()
+        now = self.clock.now()
+        for session in list(self._sessions.values()):
+            if session.untaken:
+                self._tell_owner(session, now)
 
     def member_changed(self, ref: Ref, state: str) -> None:
         """An owner that was only silent commands again what nobody has claimed meanwhile (R7)."""

@@ -37,6 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 RESEND_S = 0.2
+LEAVE_S = 0.05
 OWNER_GRACE_S = 0.3  # the detokenizer ends a stream at its deadline, the owner this much later
 CLOSING_S = 2.0
 MAX_OPEN = 4096
@@ -348,8 +349,9 @@ class Ownership:
                 continue
             if ref == o.detok and o.error is not None:
                 out += self._end_with(o, o.error, now)
-            elif ref == o.detok and reason == "drain" and self._choose_detokenizer(o.record) in (None, ref):
-                o.detok_leaves = True  # its streams end there, unless another one comes meanwhile
+            elif ref == o.detok and reason == "drain":
+                # Its streams go to another one, if there is one; those that are complete end there, and it says so now.
+                o.detok_leaves, o.next_send = True, min(o.next_send, now + LEAVE_S)
             elif ref == o.detok:
                 out += self._lose_detok(o, ref, reason, now)
             elif ref in o.engines:

@@ -78,6 +78,7 @@ async def one(
     done: Callable[[Verdict], bool] = lambda _: False,
 ) -> tuple[dict[str, Any], Verdict]:  # fmt: skip
     """Run a plan against the system that the options name, or a private one; returns figures, and what was found."""
+    history.parent.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(time.monotonic, history)
     recorder.add("", "run", made="processes", **{name: getattr(args, name) for name in REPLAYED})
     instance: Instance | None = None

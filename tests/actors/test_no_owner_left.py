@@ -381,3 +381,22 @@ def test_an_answer_that_is_complete_and_not_yet_taken_survives_its_detokenizer(v
         await f.rest(limit_s=5.0)
 
     simulate(scenario, tmp_path)
+
+
+def test_an_answer_that_is_complete_is_delivered_by_a_detokenizer_that_drains(tmp_path: Path) -> None:
+    """Scenario: its client takes it slowly; to move it would be to compute all of it again."""
+
+    async def scenario(f: Fleet) -> None:
+        request = submit(f, PROMPT, 700)
+        await f.system.until(lambda: sum(request.inflight.next) > 0, limit_s=5.0)
+        await f.system.until(lambda: not any(e.works for e in f.engines()), limit_s=30.0)
+        assert not request.inflight.ended
+        name = next(n for n in ("detokenize-0", "detokenize-1") if f.actor(n)._sessions)
+        before = sum(e.stepped.steps for e in f.engines())
+        f.nodes[name].request_drain()
+        await f.system.clock.sleep(1.0)
+        assert f.actor(name).state == "draining"
+        assert await read(f, request) == answer(PROMPT, 700)
+        assert sum(e.stepped.steps for e in f.engines()) == before
+
+    simulate(scenario, tmp_path)
