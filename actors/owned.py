@@ -124,7 +124,7 @@ class Owned:
     detok: Ref | None = None
     opened: bool = False
     open_sent: bool = False  # the detokenizer may hold it
-    detok_leaves: bool = False  # it drains, and there was no other
+    detok_leaves: bool = False  # it drains: another one is to be found
     ever_dispatched: bool = False
     ids_current: bool = True  # whether `outputs` is what the detokenizer holds under this fence
     outputs: list[list[int]] = field(default_factory=list)
