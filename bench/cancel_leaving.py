@@ -194,7 +194,11 @@ class NativeLeaver:
     async def _on_frame(self, message: Msg) -> None:
         if message.reply:
             self._ack_to = message.reply
-        if self._left or not message.data:
+        if self._left:
+            if not self._silent and message.reply:  # there may have been nobody to say it to when it left
+                await self._nats.publish(message.reply, b'{"done": true}')
+            return
+        if not message.data:
             return
         frame = json.loads(message.data)
         self.num_items += len(frame.get("items", ()))
