@@ -100,12 +100,9 @@ class Destination:
         if part is None:
             part = Part(msg.part, list(msg.choices), Key(msg.request_id, msg.choices[0]), msg.num_tokens)
             work.parts[msg.part] = part
-            for choice, outputs in zip(msg.choices, msg.outputs, strict=True):
+            for choice, outputs in [*zip(msg.choices, msg.outputs, strict=True), *msg.rest]:
                 work.ids[choice] = list(outputs)
                 work.given[choice] = len(outputs)
-            for choice, complete in msg.rest:
-                work.ids[choice] = list(complete)
-                work.given[choice] = len(complete)
             self._queue.append((work, part))
         part.source = msg.source
         if part.refs is not None:

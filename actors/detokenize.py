@@ -448,6 +448,7 @@ class DetokenizeActor(Actor):
             session.end(Cancelled("another owner serves this request", code="superseded"), now, silent=True)
             self._after(session, now)
             return
+        untaken = session.untaken
         session.client_ack(ack.status, ack.next, ack.window, now)
         if ack.status == "done" and not session.ended:
             session.end(Cancelled("the client wants no more"), now, silent=True)
@@ -455,7 +456,7 @@ class DetokenizeActor(Actor):
         everything = all(c.acked >= len(c.items) for c in session.choices)
         if of_end and session.ended and (everything or session.error is not None):
             session.client_done = True
-        if session.ended and session.client_done:
+        if untaken and not session.untaken:
             self._tell_owner(session, now)
         self._retire(session)
 

@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 RESEND_S = 0.2
-LEAVE_S = 0.05
+LEAVE_S = 0.05  # after which streams leave a draining detokenizer: it says first which are complete
 OWNER_GRACE_S = 0.3  # the detokenizer ends a stream at its deadline, the owner this much later
 CLOSING_S = 2.0
 MAX_OPEN = 4096

@@ -20,7 +20,7 @@ from schemas.record import Fence, Record, Strike
 from schemas.subjects import Ref
 
 REMEMBERED = 8192  # ids of ended requests: nobody runs one of them again
-TELL_S = 1.0
+TELL_S = 1.0  # between the words to an owner that is back, of what has ended meanwhile
 
 
 class Records:

@@ -73,6 +73,15 @@ async def ends(f: Fleet, requests: list[OpenRequest]) -> None:
         await whole(f, request)
 
 
+async def untaken(f: Fleet) -> OpenRequest:
+    """Ask for more than a client's window and take nothing: the engine is done, the detokenizer has the rest."""
+    request = submit(f, PROMPT, 700)
+    await f.system.until(lambda: sum(request.inflight.next) > 0, limit_s=5.0)
+    await f.system.until(lambda: not any(e.works for e in f.engines()), limit_s=30.0)
+    assert not request.inflight.ended
+    return request
+
+
 def test_streams_go_on_when_all_admission_actors_were_gone_for_a_second(tmp_path: Path) -> None:
     """R2, R11. Scenario: the heir dies before its replacement is there; the edge's try meets the orphans' reports."""
 
@@ -365,10 +374,7 @@ def test_an_answer_that_is_complete_and_not_yet_taken_survives_its_detokenizer(v
     """R5. Scenario: the client takes nothing for a while; the engine is done, the detokenizer alone has the rest."""
 
     async def scenario(f: Fleet) -> None:
-        request = submit(f, PROMPT, 700)
-        await f.system.until(lambda: sum(request.inflight.next) > 0, limit_s=5.0)
-        await f.system.until(lambda: not any(e.works for e in f.engines()), limit_s=30.0)
-        assert not request.inflight.ended
+        request = await untaken(f)
         accepted = request.inflight.accepted
         assert accepted is not None
         name = next(n for n in ("detokenize-0", "detokenize-1") if f.actor(n)._sessions)
@@ -387,10 +393,7 @@ def test_an_answer_that_is_complete_is_delivered_by_a_detokenizer_that_drains(tm
     """Scenario: its client takes it slowly; to move it would be to compute all of it again."""
 
     async def scenario(f: Fleet) -> None:
-        request = submit(f, PROMPT, 700)
-        await f.system.until(lambda: sum(request.inflight.next) > 0, limit_s=5.0)
-        await f.system.until(lambda: not any(e.works for e in f.engines()), limit_s=30.0)
-        assert not request.inflight.ended
+        request = await untaken(f)
         name = next(n for n in ("detokenize-0", "detokenize-1") if f.actor(n)._sessions)
         before = sum(e.stepped.steps for e in f.engines())
         f.nodes[name].request_drain()
