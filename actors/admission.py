@@ -96,6 +96,7 @@ class AdmissionActor(Actor):
             context_limit=self.context_limit,
             choose_target=self._choose_target,
             refuse=self._refuse_early,
+            promised_s=lambda record: self.config.slo_ttft_s.get(record.request_class),
             survivors=lambda: any(self._members(kind) for kind in ("decode", "both", "prefill")),
         )
         self._records = Records(context, self._table, self._perform, self._accept, self._strikes.of)
@@ -640,7 +641,7 @@ class AdmissionActor(Actor):
         senders = len(self._members("admission"))
         asked = _asked(record, placement)
         since = self._sent.since(placement.first, self._counted(placement.first), senders, self.clock.now())
-        engine = standing(first.load, since)
+        engine = standing(first.load, since, age_s=self._silence_s(placement.first))
         weights, slo_s = self.config.tenant_weights, self.config.slo_ttft_s.get(record.request_class)
         predicted_s = predicted_ttft_s(engine, asked, placement.service_s, weights)
         least_s = least_ttft_s(engine, asked, placement.service_s, weights)

@@ -22,6 +22,7 @@ def dispatch(o: Owned, me: Ref, placement: Placement, detok: Ref) -> m.Dispatch:
         decode=placement.decode,
         outputs=o.outputs,
         finished=o.finished,
+        late_at=o.late_at,
         reply=me,
     )
 

@@ -37,7 +37,7 @@ from kvstore.pool import BlockPool
 from runtime.actor import Actor, Context
 from runtime.step_note import StepNote
 from schemas import messages as m
-from schemas.errors import Cancelled, HeadraceError, InternalError, ReplayMismatch, Unavailable
+from schemas.errors import Cancelled, HeadraceError, InternalError, Overloaded, ReplayMismatch, Unavailable
 from schemas.items import ACKS, ITEMS, ItemBatch, items_body, parse_acks
 from schemas.record import Fence
 from schemas.subjects import Ref
@@ -71,7 +71,7 @@ class EngineActor(Actor):
         directory, prefix: where the pool's file lies and how its name begins.
         always_load: load what the store has of a prompt also where computing it is sooner.
         tenant_weights: shares of tenants where several wait.
-        pace_s: by class, the longest step that running sequences shall see.
+        pace_s: by class, the longest mean time between a running sequence's tokens.
     """
 
     tells_ease: ClassVar[bool] = True  # placement would pass over it for a quarter of a second
@@ -131,6 +131,7 @@ class EngineActor(Actor):
             buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2),
         )  # fmt: skip
         self._failed = telemetry.counter("engine_sequences_failed_total", "Sequences that an engine gave up")
+        self._shed = telemetry.counter("engine_requests_shed_total", "Requests refused because their turn came late")
         self._resent = telemetry.counter("engine_items_resent_total", "Item batches repeated unacknowledged")
 
     # --- life -----------------------------------------------------------------------------------
@@ -341,6 +342,7 @@ class EngineActor(Actor):
             ids=outputs,
             decode=msg.decode,
             began=self.clock.wall(),
+            late_at=msg.late_at,
         )
         self.works[msg.request_id] = work
         now = self.clock.now()
@@ -518,6 +520,12 @@ class EngineActor(Actor):
                 touched[work.request_id] = work
             elif work.error is None:
                 self.fail(work, ReplayMismatch(f"choice {item.choice} came with item {item.index} out of turn"))
+        for key, retry_after_s in result.late:
+            work = self._work_of(key)
+            if work is not None:
+                self._shed.inc()
+                message = "its turn came too late for the first token that its class is promised"
+                self.fail(work, Overloaded(message, code="overloaded", retry_after_s=retry_after_s))
         for key, message in result.failed:
             work = self._work_of(key)
             if work is not None and work.error is None:

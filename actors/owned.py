@@ -143,6 +143,7 @@ class Owned:
     elsewhere: bool = False  # it is closed here because another owner serves it
     failovers: int = 0
     retry_at: float = 0.0
+    late_at: float = 0.0  # Unix seconds: a first token after it breaks what its class was promised; 0: never
     error: HeadraceError | None = None  # given to the detokenizer to write
     adopted: bool = False  # from a dead owner: an engine that runs is told before its detokenizer
     claims: set[Ref] = field(default_factory=set)  # detokenizers that have not said yet whether they hold it

@@ -54,6 +54,7 @@ class Ownership:
         choose_target: `(record, avoid) -> Ref | None`: an engine that a running request can move to; without it nothing
             moves.
         refuse: `(record, placement, remaining_s) -> error | None`: asked once, before the first dispatch.
+        promised_s: the time to the first token that a request was promised; an engine may refuse it for that.
         survivors: whether any engine could take work now.
     """
 
@@ -67,10 +68,12 @@ class Ownership:
         context_limit: Callable[[], int],
         choose_target: Callable[[Record, frozenset[Ref]], Ref | None] | None = None,
         refuse: Callable[[Record, Placement, float], HeadraceError | None] | None = None,
+        promised_s: Callable[[Record], float | None] = lambda record: None,
         survivors: Callable[[], bool] = lambda: True,
     ) -> None:
         self._me = me
         self._refuse = refuse
+        self._promised_s = promised_s
         self._survivors = survivors
         self._is_up = is_up
         self._choose_engines = choose_engines
@@ -438,6 +441,10 @@ class Ownership:
     def _refusal(self, o: Owned, now: float) -> HeadraceError | None:
         """Return why a request is refused for what is expected: never once anything was computed for it."""
         fresh = not o.ever_dispatched and o.fence.term == 0 and not any(o.outputs)
+        promised_s = self._promised_s(o.record) if fresh else None
+        # Its deadline is known by both clocks.
+        wall = o.record.deadline - o.deadline
+        o.late_at = 0.0 if promised_s is None else wall + o.accepted_at + promised_s
         if o.placement is None or self._refuse is None or not fresh:
             return None
         error = self._refuse(o.record, o.placement, o.deadline - now)

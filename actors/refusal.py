@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from schemas.errors import Overloaded
 from schemas.subjects import Ref
 
-HEADROOM = 0.8  # of a limit that a prediction may take: it is right on the whole, not each time
 SLACK_S = 1.0  # by which an estimate must miss a deadline: a deadline ends its request anyway, and heartbeats are old
 SENT_S = 0.6  # what was sent earlier shows in heartbeats by now
 MAX_SENT = 2048
@@ -47,15 +46,17 @@ class Standing:
     computing: float = 0.0  # tokens of prompts that it has begun
     rate: float = 0.0  # tokens per second; 0: not known
     busy: bool = False  # whether anything runs or waits
+    age_s: float = 0.0  # how long ago the heartbeat came, as far as it counts
 
 
-def standing(load: Mapping[str, Any], since: Iterable[Queue]) -> Standing:
+def standing(load: Mapping[str, Any], since: Iterable[Queue], *, age_s: float = 0.0) -> Standing:
     """Read a heartbeat's load; what makes no sense is taken for nothing."""
     queues = [Queue(str(t), int(p), float(n)) for t, p, n in _rows(load.get("queues"))]
     begun = float(load.get("queued_tokens", 0)) - sum(queue.tokens for queue in queues)
     queues += since
     busy = bool(queues) or any(load.get(name, 0) for name in ("running", "waiting", "expected"))
-    return Standing(tuple(queues), max(0.0, begun), max(0.0, float(load.get("drain_rate", 0.0))), busy)
+    rate = max(0.0, float(load.get("drain_rate", 0.0)))
+    return Standing(tuple(queues), max(0.0, begun), rate, busy, min(age_s, SENT_S))
 
 
 def tokens_ahead(engine: Standing, asked: Asked, weights: Mapping[str, float]) -> float:
@@ -93,7 +94,9 @@ def predicted_ttft_s(engine: Standing, asked: Asked, service_s: float, weights: 
         weights: of tenants; absent ones have 1.
     """
     if engine.rate > 0.0:
-        return (tokens_ahead(engine, asked, weights) + asked.tokens) / engine.rate
+        # What was worked off since the heartbeat shows in none yet.
+        ahead = max(0.0, tokens_ahead(engine, asked, weights) - engine.rate * engine.age_s)
+        return (ahead + asked.tokens) / engine.rate
     return least_ttft_s(engine, asked, service_s, weights)  # nothing was measured of late
 
 
@@ -124,8 +127,8 @@ def refusal(
     """
     if slo_s is None or not engine.busy:
         return None
-    if slo_s * HEADROOM < remaining_s:
-        limit_s, what, late = slo_s * HEADROOM, f"the {slo_s:g} s of its class", predicted_s > slo_s * HEADROOM
+    if slo_s < remaining_s:
+        limit_s, what, late = slo_s, f"the {slo_s:g} s of its class", predicted_s > slo_s
     else:
         predicted_s = min(predicted_s, least_s)
         limit_s, what, late = remaining_s, "its deadline", predicted_s > remaining_s + SLACK_S

@@ -77,6 +77,7 @@ class Work:
     alone_since: float = 0.0  # since when its detokenizer is gone, or its hand-off is waited for
     last_word: bool = False  # its client was told of the deadline from here
     counted: bool = False  # its sequences show in the engine's load
+    late_at: float = 0.0  # as in `Dispatch`
     given: list[int] = field(default_factory=list)  # ids that each choice came with
 
     def __post_init__(self) -> None:
@@ -152,6 +153,8 @@ class Work:
             deadline=record.deadline,
             arrival=arrival,
             priority=CLASSES.index(record.request_class),
+            # Of several choices one may have ended before another one starts.
+            late_at=self.late_at if record.num_choices == 1 and not outputs else 0.0,
             alone_until=alone_until(record.strikes, len(outputs)),
         )
 

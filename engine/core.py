@@ -90,7 +90,7 @@ class EngineCore:
             drafter: guesses ids ahead where that pays; without one nothing is guessed.
             max_draft: most ids guessed per sequence and step, 1 to 8.
             tenant_weights: shares of tenants where several wait; absent ones have 1.
-            pace_s: by priority, the longest step that running sequences shall see; absent: as `StepCosts` says.
+            pace_s: by priority, the longest mean time between a sequence's tokens; absent: as `StepCosts` says.
             note: told what each step computes.
         """
         self.runner = runner
@@ -123,7 +123,7 @@ class EngineCore:
         self._planner = Planner(
             scheduler, pool, self._roster, self._lent, self._parking, self._counts, now, pace_s
         )  # fmt: skip
-        self.costs = self._planner.costs
+        self.costs, self._pace = self._planner.costs, self._planner.pace
         self._measured: tuple[Work, float] | None = None  # the last step's work and seconds, until `learn`
         self._prefills = Prefills()
         self._speculator = None if drafter is None else Speculator(drafter, self.costs, now, max_draft)
@@ -270,6 +270,7 @@ class EngineCore:
             seq.num_hashed = 0
             live.came = seq.num_computed
             self._roster.start(live)
+            self._pace.began(live, self.now())
             self._publish(live)
             if (reason := self._end_reason(live)) is not None:
                 self._end_early(live, reason)
@@ -357,12 +358,13 @@ class EngineCore:
         self.learn()
         started = self.now()
         ended = self._expire()
+        late = self._shed()
         decision = self._planner.schedule()
         drafts = self._drafts(decision)
         rows = [make_row(self._roster.live[seq.key], n, drafts.get(seq.key, ())) for seq, n, _ in decision.grants]
         sampled, crash = self._execute(rows)
         outcome = self._commit(rows, sampled, crash)
-        result = self._emit(decision, rows, outcome, ended, crash, started)
+        result = self._emit(decision, rows, outcome, ended, crash, started, late)
         self._after_step(rows, started)
         return result
 
@@ -395,6 +397,17 @@ class EngineCore:
             self._remove(live)
             ended.append((live.seq.key, "expired"))
         return ended
+
+    def _shed(self) -> list[tuple[Key, float]]:
+        """Refuse those whose first token would be too late if they began now; never of an engine that has time."""
+        if not len(self._roster.running):
+            return []
+        wall, out = self.wall(), []
+        rate = self._drain.rate(self.now())
+        for live in self._roster.hopeless(wall, self._lent.loads, self._pace.first_token_s):
+            self._remove(live)
+            out.append((live.seq.key, (self._roster.queued + live.queued) / rate if rate > 0.0 else 1.0))
+        return out
 
     def _drafts(self, decision: Decision) -> dict[Key, list[int]]:
         """Return guessed ids for sequences of a step of decodes alone, and see that they have room."""
@@ -468,6 +481,8 @@ class EngineCore:
             reason = None if seq.handoff else self._extend(live, got)
             if got:
                 self._fair.charge(seq.tenant, 0, len(got))
+                if live.paced is None and not seq.handoff:
+                    self._pace.began(live, self.now())
             self._publish(live)
             if was_prefilling and not live.prefilling:
                 self._prefills.complete(seq)
@@ -478,6 +493,7 @@ class EngineCore:
             if seq.handoff:
                 out.held.append(live)
             elif reason is not None:
+                self._pace.ended(live)
                 out.ended.append((live, reason))
         return out
 
@@ -489,6 +505,7 @@ class EngineCore:
         over: list[tuple[Key, str]],
         crash: str | None,
         started: float,
+        late: list[tuple[Key, float]],
     ) -> StepResult:
         """Settle the phases and report."""
         items, held, ended, failed = outcome
@@ -509,6 +526,9 @@ class EngineCore:
             self._remove(live)
         num_tokens = sum(len(row.ids) for row in rows)
         expired, self._expired = self._expired, Spent()
+        prefills = self._prefills.take()
+        for prefill in prefills:
+            self._pace.computed(prefill.seconds)
         self._counts["tokens"] += num_tokens
         self._counts["items"] += len(items)
         self._counts["failed"] += len(failed)
@@ -519,7 +539,8 @@ class EngineCore:
             ended=over + [(live.seq.key, reason) for live, reason in ended],
             failed=[(live.seq.key, message) for live, message in failed],
             cached=cached,
-            prefills=self._prefills.take(),
+            prefills=prefills,
+            late=late,
             expired=expired,
             num_tokens=num_tokens,
             num_rows=len(rows),

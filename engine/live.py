@@ -43,7 +43,10 @@ class Spent(NamedTuple):
 class Live:
     """A sequence, its ids in one growing list, and its hash chain."""
 
-    __slots__ = ("came", "context", "given", "hashes", "place", "prompt_hashes", "queued", "root", "seq", "tag")
+    __slots__ = (
+        "came", "context", "given", "hashes", "paced", "place", "prompt_hashes", "queued", "root", "seq", "started",
+        "tag",
+    )  # fmt: skip
 
     def __init__(self, seq: Sequence, root: bytes, place: tuple[float, int]) -> None:
         self.seq = seq
@@ -52,6 +55,8 @@ class Live:
         self.tag = (0.0, 0)  # when it started: its tenant's counter, and the number of the tenant's start before
         self.given = len(seq.outputs)  # ids that it came with
         self.came = 0  # tokens that another engine computed
+        self.started: float | None = None  # when its prompt was begun, monotonic seconds
+        self.paced: tuple[float, int] | None = None  # since when it decodes, and how many ids it had then
         self.queued = 0  # tokens that were to be computed when it was last put into the queue
         self.context = seq.tokens  # shared with rows; grows in step with `seq.outputs`
         # Of full blocks, as far as they were needed.
@@ -206,6 +211,7 @@ class StepResult:
         failed: sequences that went wrong, with a message; they are gone as well.
         cached: tokens found in a tier, for sequences that are reported for the first time.
         prefills: what the prompts that this step completed took to compute.
+        late: sequences that were refused with nothing computed, and seconds until the queue is shorter; they are gone.
         expired: what had been computed for those that expired.
         num_tokens: tokens computed.
         num_rows: sequences that took part.
@@ -221,6 +227,7 @@ class StepResult:
     failed: list[tuple[Key, str]] = field(default_factory=list)
     cached: dict[Key, int] = field(default_factory=dict)
     prefills: list[Prefill] = field(default_factory=list)
+    late: list[tuple[Key, float]] = field(default_factory=list)
     expired: Spent = Spent()
     num_tokens: int = 0
     num_rows: int = 0
@@ -231,4 +238,4 @@ class StepResult:
     @property
     def eventful(self) -> bool:
         """Whether anybody needs to hear of it."""
-        return bool(self.items or self.held or self.ended or self.failed)
+        return bool(self.items or self.held or self.ended or self.failed or self.late)

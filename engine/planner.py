@@ -6,16 +6,15 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 from engine.apart import EVERYBODY
-from engine.costs import STRETCH, StepCosts, Work
+from engine.costs import StepCosts, Work
 from engine.lending import Lending
+from engine.pace import Pace
 from engine.parking import Parking
 from engine.roster import Roster
 from engine.scheduler import Decision, Hit, Scheduler, Shares
 from engine.sequence import Sequence
 from kvstore.block import BLOCK_TOKENS, num_blocks_for
 from kvstore.pool import BlockPool
-
-PACE_SHARE = 0.85  # of a promised pace that a planned step takes: what it really takes varies
 
 
 class Planner:
@@ -35,11 +34,11 @@ class Planner:
         """Use the core's own parts; `counts` are its counters.
 
         Args:
-            pace_s: by priority, the longest step that a running sequence shall see; absent: no such promise.
+            pace_s: by priority, the longest mean time between a sequence's tokens; absent: no such promise.
         """
         self._now = now
-        self._pace_s = dict(pace_s or {})
         self.costs = StepCosts()
+        self.pace = Pace(self.costs, pace_s)
         self._scheduler = scheduler
         self._pool = pool
         self._roster = roster
@@ -108,58 +107,27 @@ class Planner:
         prompts = [live.seq for live in self._roster.running if live.seq.num_uncomputed > 1]
         num_decodes = len(self._roster.running) - len(prompts)
         joining = min(len(prompts) + len(self._roster.waiting), self._scheduler.max_running - num_decodes)
+        short = self._in_short_steps()
         if not num_decodes or joining <= 0:
-            return self.costs.short_chunk(Work(0, 0.0), self._scheduler.token_budget) if self._is_shared() else None
+            return self.costs.short_chunk(Work(0, 0.0), self._scheduler.token_budget) if short else None
         context = sum(live.seq.num_computed + 1 for live in self._roster.running)
         decodes = Work(num_decodes, context - sum(seq.num_computed + 1 for seq in prompts))
         start = prompts[0].num_computed if prompts else 0
-        budget, most_s = self._scheduler.token_budget, self._most_s()
-        if most_s is not None and self._shortest_s() > most_s:
-            most_s = None  # a pace that no step can keep
+        budget, most_s = self._scheduler.token_budget, self.pace.step_s(self._roster.running, self._now())
         count = self.costs.prompt_tokens(decodes, joining, start, budget, most_s=most_s)
-        return self.costs.short_chunk(decodes, count) if self._is_shared() else count
+        return self.costs.short_chunk(decodes, count) if short else count
 
-    def _is_shared(self) -> bool:
-        return self._roster.fair.several and self._roster.fair.shared(self._now())
+    def _in_short_steps(self) -> bool:
+        """Whether somebody would wait for the end of a long step who must not: another tenant, or who was promised."""
+        return self.pace.promised or (self._roster.fair.several and self._roster.fair.shared(self._now()))
 
     def _shares(self) -> Shares | None:
         """Return how tenants share the step, if they do: others lengthen a leader's step by little."""
         shares = self._roster.shares(self._now())
         return None if shares is None else replace(shares, beside=self.costs.beside)
 
-    def _most_s(self) -> float | None:
-        """Return the longest step that those who run allow, if they were promised a pace."""
-        if not self._pace_s:
-            return None
-        promised = (self._pace_s.get(live.seq.priority) for live in self._roster.running)
-        least = min((pace for pace in promised if pace is not None), default=None)
-        return None if least is None else PACE_SHARE * least
-
-    def _shortest_s(self) -> float:
-        """Return what a step takes in which one of those who run decodes alone; 0 before anything is known."""
-        running = self._roster.running
-        context = sum(live.seq.num_computed + 1 for live in running) / max(1, len(running))
-        return self.costs.predict(Work(1, context)) or 0.0
-
     def _max_running(self) -> int:
-        """Return how many may run at once: as many as decode within the promised pace, and one in any case.
-
-        Where not even one alone is so quick there is no sense in serving one after another: then as many as decode in
-        `STRETCH` times its step.
-        """
-        running, most_s = self._roster.running, self._most_s()
-        limit = self._scheduler.max_running
-        if most_s is None or not self.costs.known or not len(running):
-            return limit
-        if (shortest_s := self._shortest_s()) > most_s:
-            most_s = STRETCH * shortest_s
-        context = sum(live.seq.num_computed + 1 for live in running) / len(running)
-        low, high = 1, limit  # the most of which a step is short enough
-        while low < high:
-            middle = (low + high + 1) // 2
-            took = self.costs.predict(Work(middle, middle * context))
-            low, high = (middle, high) if took is not None and took <= most_s else (low, middle - 1)
-        return low
+        return self.pace.most_running(self._roster.running, self._scheduler.max_running)
 
     def _lookup(self, seq: Sequence) -> Hit:
         length, idle = self._pool.peek(self._roster.live[seq.key].cacheable)
@@ -203,6 +171,7 @@ class Planner:
                 self._counts["prompt_tokens"] += len(seq.prompt_ids)
                 self._counts["cached_tokens"] += seq.num_cached
             first_time = seq.num_preempted == 0
+            live.started = self._now()
             self._roster.start(live)
             if first_time:
                 self._roster.fair.charge(seq.tenant, len(seq.prompt_ids) - seq.num_cached)

@@ -157,6 +157,22 @@ class Roster:
         late = [v for v in self.running if 0 < v.seq.deadline <= wall]
         return late + [v for v in self.waiting if 0 < v.seq.deadline <= wall and v.seq.key not in but]
 
+    def hopeless(self, wall: float, but: Container[Key], needs_s: Callable[[int], float]) -> list[Live]:
+        """Return those who wait, have not begun, and would be late if they began now; those in `but` are left alone.
+
+        Args:
+            wall: Unix seconds.
+            but: as said.
+            needs_s: what passes from a start to the first id, by tokens to compute.
+        """
+        promised = [v for v in self.waiting if v.seq.late_at > 0.0 and not v.seq.num_preempted and v.seq.key not in but]
+        return [v for v in promised if wall + needs_s(v.queued) > v.seq.late_at]
+
+    @property
+    def queued(self) -> int:
+        """Tokens that wait to be computed."""
+        return sum(self._queued.values())
+
     def in_turn(self, now: float) -> Iterator[Live]:
         """Yield waiting sequences in the order of their turns; whoever asks for the next one has taken the last."""
         if len(self._lines) < 2:
@@ -223,7 +239,7 @@ class Roster:
 
     def load(self) -> dict[str, Any]:
         """Return counts of sequences, and of tokens that wait to be computed; who waits, if anybody does."""
-        queued = sum(self._queued.values())
+        queued = self.queued
         queued += sum(v.seq.num_uncomputed for v in self.running if v.prefilling)
         held = sum(v.seq.phase is Phase.HELD for v in self.live.values())
         out = {"running": len(self.running), "waiting": len(self.waiting), "held": held, "queued_tokens": queued}

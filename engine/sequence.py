@@ -45,6 +45,7 @@ class Sequence:
     warm: bool = False  # the blocks of its answer are stored as they fill, for who resumes it
     deadline: float = 0.0  # Unix seconds
     arrival: float = 0.0  # monotonic seconds
+    late_at: float = 0.0  # Unix seconds: not begun by then, less what its prompt takes, it is refused; 0: never
     priority: int = 0  # class: 0 comes first
     phase: Phase = Phase.WAITING
     num_computed: int = 0

@@ -190,12 +190,14 @@ class Dispatch(RequestMessage):
     """Run a request: in prefill for hand-off to `decode`, or whole on this engine when `decode` is absent.
 
     `outputs` holds the ids that each choice already has (all empty at first); their KV is computed again. Choices in
-    `finished` are not run.
+    `finished` are not run. After `late_at` (Unix seconds; 0: never) a first token breaks what the request's class was
+    promised: an engine that has begun nothing of it by then, or could not be done, refuses it.
     """
 
     record: Record
     detokenize: RefField
     decode: RefField | None = None
+    late_at: float = 0.0
     outputs: list[list[int]] = []
     finished: list[int] = []
     reply: RefField

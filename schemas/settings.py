@@ -137,7 +137,7 @@ class Settings(BaseSettings):
         {}, description="time to the first token by class; a request of which more is expected is refused (429)"
     )
     slo_itl_s: dict[Literal["interactive", "agent", "batch"], Seconds] = Field(
-        {}, description="time between tokens by class; engines keep steps below the least of those that run"
+        {}, description="mean time between tokens by class; engines plan steps so that those who run keep it"
     )
     unloaded_ttft_s: Annotated[float, Field(ge=0)] = Field(
         0.0, description="median time to the first token without load, for goodput; 0: learnt"

@@ -47,6 +47,7 @@ class Nodes:
         self.disk_folders = False  # whether each store has a folder of its own there
         self.hosts: dict[str, str] = {}  # of nodes that are not on the first host
         self.quotas: Quotas | None = None
+        self.pace_s: dict[str, float] = {}  # by class, the mean time between tokens that is promised
         self.directory = directory
         self.make_runner = make_runner
         self.nodes: dict[str, Node] = {}
@@ -85,6 +86,7 @@ class Nodes:
                 engine = SteppedEngineActor(
                     context, role=kind, make_runner=self.make_runner, directory=self.directory,
                     prefix=PREFIX, num_blocks=NUM_BLOCKS, token_budget=TOKEN_BUDGET, max_running=16,
+                    pace_s=self.pace_s,
                 )  # fmt: skip
                 engine.on_death = functools.partial(self._died, context.node)
                 return engine

@@ -29,6 +29,7 @@ class Bench:
         self.now = 0.0
         self.down: set[Ref] = set()
         self.prefill: Ref | None = P0
+        self.promised_s: float | None = None
         self.out: list[own.Directive] = []
         self.table = Ownership(
             ME,
@@ -37,6 +38,7 @@ class Bench:
             choose_detokenizer=lambda record: next((t for t in (T0, T1) if t not in self.down), None),
             context_limit=lambda: 1000,
             survivors=lambda: not self.down.issuperset((P0, D0, D1)),
+            promised_s=lambda record: self.promised_s,
         )
 
     def _engines(self, record: Record, suspects: frozenset[Ref]) -> Placement | None:
@@ -150,6 +152,31 @@ def test_a_request_is_driven_from_prompt_to_engines() -> None:
     b.dispatched(P0)
     b.dispatched(D0, started=True)
     assert b.out == []
+
+
+def test_an_engine_is_told_when_a_first_token_is_late_by_the_first_try_alone() -> None:
+    """In Unix seconds, from when the request was accepted. One that was with an engine is placed whatever it takes."""
+    b = Bench()
+    b.promised_s = 2.0
+    b.now = 5.0
+    b.admit()
+    b.now = 6.0
+    b.tokenized()
+    assert b.one(m.Dispatch, P0).late_at == 1000.0 + 2.0, "its deadline is 1,030 there, and 35 here"
+
+    b.opened()
+    b.dispatched(P0, error=Unavailable("full"))
+    b.after(RESEND_S)
+    b.ids([[]])
+    assert b.one(m.Dispatch, P0).late_at == 0.0
+
+    other = Bench()
+    other.promised_s = 2.0
+    other.admit(term=1)
+    other.tokenized()
+    other.opened()
+    other.ids([[]])
+    assert other.one(m.Dispatch, P0).late_at == 0.0, "somebody may have accepted it before"
 
 
 def test_only_the_very_first_dispatch_goes_out_before_the_detokenizer_answers() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from actors.refusal import (
-    HEADROOM,
     MAX_SENT,
     SENT_S,
     Asked,
@@ -61,13 +60,25 @@ def test_the_estimate_is_the_queue_over_its_rate() -> None:
     assert predicted_ttft_s(waits(("a", 0, 900), rate=0.0), Asked("a", 0, 100), 0.1, {}) == pytest.approx(1.0)
 
 
-def test_a_promise_is_kept_with_room_to_spare_and_the_wait_is_told() -> None:
+def test_what_was_worked_off_since_the_heartbeat_is_in_nobodys_way() -> None:
+    """No longer than heartbeats are late at most: an engine that has gone silent works nothing off."""
+    load = {"running": 1, "queues": [["a", 0, 900]], "queued_tokens": 900, "drain_rate": 1000.0}
+
+    def expected(age_s: float) -> float:
+        return predicted_ttft_s(standing(load, (), age_s=age_s), Asked("a", 0, 100), 0.1, {})
+
+    assert expected(0.0) == pytest.approx(1.0)
+    assert expected(0.2) == pytest.approx(0.8)
+    assert expected(60.0) == expected(SENT_S) == pytest.approx(1.0 - SENT_S)
+
+
+def test_what_is_expected_later_than_promised_is_refused_and_the_wait_is_told() -> None:
     """The client is told to come back when the queue has drained to where it would be taken."""
-    assert refusal(BUSY, 0.79, 9.0, 60.0, 1.0) is None
+    assert refusal(BUSY, 0.99, 9.0, 60.0, 1.0) is None
     error = refusal(BUSY, 3.0, 0.1, 60.0, 1.0)
 
     assert error is not None and error.status == 429 and error.code == "overloaded"
-    assert error.retry_after_s == pytest.approx(3.0 - HEADROOM)
+    assert error.retry_after_s == pytest.approx(3.0 - 1.0)
 
 
 def test_a_deadline_that_is_nearer_than_the_promise_is_the_limit() -> None:

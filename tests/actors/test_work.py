@@ -34,6 +34,17 @@ def indices(w: Work, now: float) -> list[int]:
     return [i.index for b in w.take(now) for i in b.items if i.choice == 0]
 
 
+def test_only_what_is_one_sequence_without_ids_may_be_refused_for_being_late() -> None:
+    """Of several choices one may have ended before another one starts."""
+    alone, several = work([[]]), work([[], []])
+    alone.late_at = several.late_at = 9.0
+
+    assert alone.sequence(0, [], 1.0).late_at == 9.0
+    assert alone.sequence(0, [], 1.0, num_first=1).late_at == 9.0
+    assert alone.sequence(0, [5], 1.0).late_at == 0.0
+    assert several.sequence(1, [], 1.0).late_at == 0.0
+
+
 def test_each_id_is_sent_once_while_acknowledgements_come() -> None:
     """Taking sends what is new; nothing is repeated in time."""
     w = work([[5, 6]])

@@ -166,6 +166,7 @@ async def fleet(
     disk: DiskConfig | None = None,
     hosts: dict[str, str] | None = None,
     quotas: Quotas | None = None,
+    pace_s: dict[str, float] | None = None,
     **layout: int,
 ) -> AsyncIterator[Fleet]:
     """Start an instance, two of whatever may be killed; errors in handlers are raised at the end."""
@@ -174,7 +175,7 @@ async def fleet(
     async with MemorySystem(clock=clock) as system:
         made = Fleet(system, directory, make_runner, whole_below)
         made.disk, made.quotas = disk, quotas
-        made.hosts = hosts or {}
+        made.hosts, made.pace_s = hosts or {}, pace_s or {}
         made.disk_folders = layout.get("kv", 1) > 1
         for kind, count in {**LAYOUT, **layout}.items():
             for number in range(count):
