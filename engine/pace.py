@@ -17,7 +17,7 @@ CREDIT = 4.0  # tokens' time that a sequence may owe from its start on, to be ma
 CREDIT_SHARE = 0.1  # and no more than this share of the tokens that it may get
 SAVED = 8.0  # most tokens' time that one step may use of what was saved
 LOST = 16.0  # tokens' time that nobody makes up any more: the others do not wait for it
-MARGIN = 1.2  # times what usually passes from a prompt's start to its first id
+MARGIN = 2.0  # mean deviations, beyond what usually passes from a prompt's start to its first id
 _MEMORY = 1 / 16  # weight of each newest sequence in what is usual
 
 
@@ -36,6 +36,7 @@ class Pace:
         self._prompt_s = 0.0  # what a prompt usually takes to compute
         self._tokens = 0.0  # and how many tokens a sequence usually gets
         self._first_s = 0.0  # what passes, per token of a prompt to compute, from its start to its first id
+        self._first_off_s = 0.0  # and how far off that is
 
     @property
     def promised(self) -> bool:
@@ -58,13 +59,15 @@ class Pace:
         seq = live.seq
         if live.started is not None and seq.num_preempted == 0 and not live.given:
             tokens = max(1, len(seq.prompt_ids) - seq.num_cached)
-            self._first_s = _mean(self._first_s, max(0.0, now - live.started) / tokens)
+            newest = max(0.0, now - live.started) / tokens
+            off = abs(newest - self._first_s) if self._first_s else newest / 4
+            self._first_s, self._first_off_s = _mean(self._first_s, newest), _mean(self._first_off_s, off)
 
     # --- what follows ------------------------------------------------------------------------------
 
     def first_token_s(self, tokens: int) -> float:
         """Return what passes at most, nearly always, from a prompt's start to its first id; `tokens` are computed."""
-        return MARGIN * self._first_s * tokens
+        return (self._first_s + MARGIN * self._first_off_s) * tokens
 
     def step_s(self, running: Iterable[Live], now: float) -> float | None:
         """Return how long the next step may be for the sequences that decode; None: as long as one likes.

@@ -10,7 +10,7 @@ from engines import Time, make_core, plain, prompt, sequence
 from engine.core import EngineCore
 from engine.costs import StepCosts, Work
 from engine.live import Live
-from engine.pace import MARGIN, SHARE, Pace
+from engine.pace import SHARE, Pace
 from engine.scheduler import Scheduler
 from engine.scripted_runner import ScriptedRunner
 from engine.sequence import Key
@@ -137,8 +137,16 @@ def test_what_passes_to_a_first_token_is_learnt_from_prompts_that_were_computed_
     pace.began(resumed, 20.0)
     assert pace.first_token_s(100) == 0.0
     pace.began(fresh, 10.2)
+    first = pace.first_token_s(100)
+    assert 0.4 < first <= 0.8, "one is not many"
+    for _ in range(100):
+        pace.began(fresh, 10.2)
+    same = pace.first_token_s(100)
+    for number in range(100):
+        pace.began(fresh, 10.1 + 0.2 * (number % 2))
 
-    assert pace.first_token_s(100) == pytest.approx(MARGIN * 0.4)
+    assert same == pytest.approx(0.4, rel=0.02), "what is always the same needs no room"
+    assert pace.first_token_s(100) == pytest.approx(0.8, rel=0.1), "what takes 0.2 s or 0.6 may take that"
 
 
 def test_without_a_promise_steps_are_as_long_as_one_likes(tmp_path: Path) -> None:
