@@ -121,8 +121,11 @@ def controlled(slo: Slo) -> dict[str, str]:
     }
 
 
-async def calibrate(args: argparse.Namespace, directory: Path) -> str:
-    """Return the pace of the real engine: a step, what each further stream adds, and what a prompt token takes."""
+async def calibrate(args: argparse.Namespace, directory: Path) -> tuple[str, Slo]:
+    """Return the real engine's pace, and its medians without load.
+
+    The pace is a step, what each further stream adds, and what a prompt token takes.
+    """
     spec = servers.ours(args.model, args.port_base + 20, args.up, {"HEADRACE_LOG_LEVEL": "warning"})
     async with Server(spec, directory / "calibrate.log") as server:
         run = Run(server, args.seed + 900)
@@ -133,7 +136,7 @@ async def calibrate(args: argparse.Namespace, directory: Path) -> str:
     per_row = max(0.0, crowded - alone.itl_s) / (streams / args.engines - 1)
     step = max(0.0005, alone.itl_s - per_row)
     per_token = max(1e-5, (alone.ttft_s - step) / PROMPT)
-    return f"decode_s={step:.5f},decode_s_per_row={per_row:.5f},prefill_s_per_token={per_token:.6f}"
+    return f"decode_s={step:.5f},decode_s_per_row={per_row:.5f},prefill_s_per_token={per_token:.6f}", alone
 
 
 async def curve(
@@ -176,8 +179,12 @@ async def curve(
             found = await run.offered(times_capacity * capacity, args.seconds, slo, args.seed)
             out["with"][str(times_capacity)] = found
             _show(name, "with control", times_capacity, found)
-    alone = {"ttft_ms": round(unloaded.ttft_s * 1000, 1), "itl_ms": round(unloaded.itl_s * 1000, 2)}
-    return {"unloaded": alone, "capacity_per_s": round(capacity, 2), "closed": tried, **out}
+    return {"unloaded": in_ms(unloaded), "capacity_per_s": round(capacity, 2), "closed": tried, **out}
+
+
+def in_ms(medians: Slo) -> dict[str, float]:
+    """Return medians as they are printed."""
+    return {"ttft_ms": round(medians.ttft_s * 1000, 1), "itl_ms": round(medians.itl_s * 1000, 2)}
 
 
 def _show(name: str, what: str, times_capacity: float, found: dict[str, Any]) -> None:
@@ -210,16 +217,25 @@ def judge(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {"peak_per_s": peak, "over_peak": over, "why": why, "ok": not why}
 
 
-def verdict(curves: Mapping[str, Mapping[str, Any]], left_out: Sequence[str]) -> dict[str, Any]:
-    """Judge every engine that was not left out on purpose, and whether they keep the same pace."""
+def verdict(
+    curves: Mapping[str, Mapping[str, Any]], left_out: Sequence[str], calibrated: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Judge every engine that was not left out on purpose, and whether they keep the same pace.
+
+    Args:
+        curves: by engine.
+        left_out: engines that were not to be measured.
+        calibrated: medians of the real engine just before those of the one without a model were taken. Without them
+            those of its own curve count, which are minutes younger: a machine's clock may have changed by then.
+    """
     wanted = [name for name in WANTED if name not in left_out]
     judged = {name: judge(name, curves[name]) for name in wanted if name in curves}
     why = [line for one in judged.values() for line in one["why"]]
     why += [f"{name}: not measured" for name in wanted if name not in curves]
     pace = {}
-    if {"null", "real"} <= curves.keys():
-        alone = {name: curves[name]["unloaded"] for name in ("null", "real")}
-        pace = {key: round(alone["null"][key] / alone["real"][key], 2) for key in ("ttft_ms", "itl_ms")}
+    real = calibrated or curves.get("real", {}).get("unloaded")
+    if real and "null" in curves:
+        pace = {key: round(curves["null"]["unloaded"][key] / real[key], 2) for key in ("ttft_ms", "itl_ms")}
         off = {key: ratio for key, ratio in pace.items() if not 1 / PACE_OFF <= ratio <= PACE_OFF}
         why += [f"the engine without a model takes {r} times the real one's {k} without load" for k, r in off.items()]
     ok = bool(judged) and not why
@@ -251,7 +267,10 @@ async def _main(args: argparse.Namespace) -> dict[str, Any]:
     args.model = args.model or ensure_model()
     directory = Path(tempfile.mkdtemp(prefix="headrace-overload-"))
     engines = [f"--decode={args.engines}", *args.up]
-    costs = args.costs or (DEFAULT_COSTS if args.no_real else await calibrate(args, directory))
+    costs, calibrated = args.costs or DEFAULT_COSTS, None
+    if not args.costs and not args.no_real:
+        costs, alone = await calibrate(args, directory)
+        calibrated = in_ms(alone)
     _say(f"pace of the engine without a model: {costs}")
     without = (2.0,) if args.quick else args.loads
     loads = {False: without, True: args.loads}
@@ -261,10 +280,10 @@ async def _main(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_real:
         twice = {False: (2.0,), True: (1.0, 2.0)}
         curves["real"] = await curve(args, directory, "real", engines, twice, args.port_base + 10)
-    said = verdict(curves, ("real",) if args.no_real else ())
+    said = verdict(curves, ("real",) if args.no_real else (), calibrated)
     for line in said["why"]:
         _say(line)
-    return {"check": "overload", "seed": args.seed, "costs": costs, **curves, **said}
+    return {"check": "overload", "seed": args.seed, "costs": costs, "calibrated": calibrated, **curves, **said}
 
 
 def main() -> int:

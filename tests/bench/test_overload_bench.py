@@ -74,3 +74,14 @@ def test_an_engine_of_another_pace_does_not_stand_for_the_real_one() -> None:
     assert said["ok"] is False and said["why"] == [
         "the engine without a model takes 2.5 times the real one's ttft_ms without load"
     ]
+
+
+def test_it_is_held_against_the_real_one_of_just_before() -> None:
+    """Minutes later the machine may be another; what was measured then counts where nothing was calibrated."""
+    now = {"null": GOOD_NULL, "real": curve({"1.0": 9.8, "2.0": 9.6}, {"2.0": 1.0}, ttft_ms=40.0)}
+    before = {"ttft_ms": 80.0, "itl_ms": 12.5}
+
+    assert verdict(now, (), before)["null_over_real"] == {"ttft_ms": 1.0, "itl_ms": 0.8}
+    assert verdict(now, (), before)["ok"] is True
+    assert verdict(now, ())["null_over_real"]["ttft_ms"] == 2.0 and verdict(now, ())["ok"] is False
+    assert verdict({"null": GOOD_NULL}, ("real",), before)["null_over_real"]["ttft_ms"] == 1.0
