@@ -16,6 +16,7 @@ from chaos.history import Recorder
 WINDOW = 64
 ACK_PERIOD_S = 0.2
 SILENCE_S = 2.0  # a native client of whose request nobody has said a word for so long asks again; twice as long next
+LOST_S = 5.0  # and one that was taken, without an item yet, when not even a keepalive has come for so long
 NOBODY_S = 0.2  # and so long after the bus has said that nobody listens
 NOBODY_LIMIT_S = 5.0  # after which it believes it
 SLACK_S = 5.0  # a client waits this much past the deadline before it calls a request hung
@@ -132,6 +133,7 @@ class NativeStream:
         self._finished: set[int] = set()
         self.accepted = False
         self.taken = False  # somebody has answered, whatever it was
+        self._heard_at = time.monotonic()
         self.done = asyncio.Event()
         self.nobody = asyncio.Event()
 
@@ -142,6 +144,7 @@ class NativeStream:
                 self.nobody.set()
             return
         self.taken = True
+        self._heard_at = time.monotonic()
         frame = json.loads(message.data)
         if message.reply:
             self._ack_to = message.reply
@@ -173,6 +176,12 @@ class NativeStream:
         terminal = frame["terminal"]
         return terminal.get("error") is not None or self._next == terminal["items"]
 
+    def lost(self, silence_s: float) -> bool:
+        """Whether it is to be asked again; never once an item has come."""
+        if any(self._next) or self._finished:
+            return False
+        return time.monotonic() - self._heard_at >= (max(silence_s, LOST_S) if self.taken else silence_s)
+
     async def acknowledge(self) -> None:
         """Tell the sender what has arrived."""
         if self._ack_to:
@@ -194,7 +203,8 @@ async def native_chat(
 
     Before a word has come nothing was promised: the request may have died with the admission actor that had just got
     it, or none was running. It is then sent again, to an inbox of its own; whoever works for the one before finds that
-    nobody listens there.
+    nobody listens there. So it is when all who had accepted it died before anybody else knew of it: keepalives, which
+    come once per second until the first item, do not come.
     """
     choices = int(body.get("n", 1))
     recorder.add(name, "sent", client="native", key=key, choices=choices, deadline_s=deadline_s, indexed=True)
@@ -219,15 +229,13 @@ async def native_chat(
 
 
 async def _try(nats: Nats, stream: NativeStream, subject: str, payload: bytes, silence_s: float) -> bool:
-    """Publish a request and follow it to its end; false if nobody has taken it."""
+    """Publish a request and follow it to its end; false if it is to be asked again."""
     inbox = nats.new_inbox()
     subscription = await nats.subscribe(inbox, cb=stream.on_frame)
-    asked_at = time.monotonic()
     try:
         await nats.publish(subject, payload, reply=inbox, headers={"Content-Type": "application/json"})
         while not stream.done.is_set():
-            untaken = not stream.taken and time.monotonic() - asked_at >= silence_s
-            if stream.nobody.is_set() or untaken:
+            if stream.nobody.is_set() or stream.lost(silence_s):
                 return False
             try:
                 async with asyncio.timeout(ACK_PERIOD_S):

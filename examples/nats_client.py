@@ -21,6 +21,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 SILENCE_S = 2.0  # without a word for so long, the request was lost before anybody took it
+LOST_S = 5.0  # nor without a frame for so long after that, before the first item: keepalives come once per second
 NOBODY_S = 0.2
 WINDOW = 64  # items per choice that may be under way unacknowledged
 
@@ -38,13 +39,13 @@ async def chat(bus: str, token: str | None, body: dict[str, Any], limit_s: float
             terminal = await ask(connection, {**body, "deadline_ms": round(left_s * 1000)}, left_s, silence_s)
             if terminal is not None:
                 return terminal
-            silence_s *= 2  # nobody has said a word, so nothing was promised: ask again
+            silence_s *= 2  # nobody has said a word, or all who had have died with it: ask again
     finally:
         await connection.drain()
 
 
 async def ask(connection: Client, body: dict[str, Any], limit_s: float, silence_s: float) -> dict[str, Any] | None:
-    """Publish a request and follow it to its terminal; None if nobody has taken it."""
+    """Publish a request and follow it to its terminal; None if it was lost before its first item."""
     frames: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = connection.new_inbox()  # of this try alone: whoever works for an earlier one finds that nobody listens
     subscription = await connection.subscribe(inbox, cb=frames.put)
@@ -57,7 +58,8 @@ async def ask(connection: Client, body: dict[str, Any], limit_s: float, silence_
         async with asyncio.timeout(limit_s):
             while True:
                 try:
-                    message = await asyncio.wait_for(frames.get(), None if taken else silence_s)
+                    patience_s = max(silence_s, LOST_S) if taken else silence_s
+                    message = await asyncio.wait_for(frames.get(), None if any(next_index) else patience_s)
                 except TimeoutError:
                     return None
                 if message.headers and message.headers.get("Status") == "503":  # nobody listens at the moment

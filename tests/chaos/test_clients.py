@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -140,16 +141,39 @@ async def test_what_nobody_has_taken_is_asked_again_with_the_time_that_is_left(m
     assert left == sorted(left, reverse=True) and left[0] - left[2] >= 500
 
 
-async def test_what_was_taken_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence after `accepted` is for the other side to end: a second try could be answered twice."""
+async def test_what_has_begun_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence after an item is for the other side to end: a second try would be answered from the start."""
     monkeypatch.setattr(clients, "SILENCE_S", 0.05)
+    monkeypatch.setattr(clients, "LOST_S", 0.05)
     monkeypatch.setattr(clients, "SLACK_S", 0.1)
-    bus, recorder = Bus([{"id": "r", "accepted": {"id": "r"}}]), Recorder(time.monotonic)
+    bus, recorder = Bus([{"id": "r", "accepted": {"id": "r"}}, items((0, "a"))]), Recorder(time.monotonic)
 
     await native_chat(recorder, bus, "r", "k", {}, deadline_s=1.0)  # type: ignore[arg-type]
 
     assert len(bus.asked) == 1
-    assert [e.kind for e in recorder.events] == ["sent", "accepted"]
+    assert [e.kind for e in recorder.events] == ["sent", "accepted", "item"]
+
+
+async def test_what_was_accepted_and_is_not_kept_alive_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who had accepted it died before anybody else knew of it; while keepalives come, it waits."""
+    monkeypatch.setattr(clients, "SILENCE_S", 0.05)
+    monkeypatch.setattr(clients, "LOST_S", 1.0)
+    accepted = {"id": "r", "accepted": {"id": "r"}}
+    bus, recorder = Bus([accepted], [accepted, items((0, "a"), (1, "b"), (2, "c")), END]), Recorder(time.monotonic)
+
+    async def keep_alive() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0.6)
+            await bus.handlers["inbox.0"](Message({"id": "r"}))
+
+    asking = asyncio.create_task(native_chat(recorder, bus, "r", "k", {}, deadline_s=30.0))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await keep_alive()
+    assert len(bus.asked) == 1
+    await asking
+
+    assert len(bus.asked) == 2
+    assert invariants.answer(recorder.events) == invariants.Answer(("abc",), ("length",))
 
 
 async def test_a_bus_without_takers_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
