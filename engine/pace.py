@@ -17,6 +17,7 @@ CREDIT = 4.0  # tokens' time that a sequence may owe from its start on, to be ma
 CREDIT_SHARE = 0.1  # and no more than this share of the tokens that it may get
 SAVED = 8.0  # most tokens' time that one step may use of what was saved
 LOST = 16.0  # tokens' time that nobody makes up any more: the others do not wait for it
+CHUNK = 256  # tokens at once, where a prompt's cost is estimated
 MARGIN = 2.0  # mean deviations, beyond what usually passes from a prompt's start to its first id
 _MEMORY = 1 / 16  # weight of each newest sequence in what is usual
 
@@ -35,8 +36,8 @@ class Pace:
         self._promised_s = dict(promised_s or {})
         self._prompt_s = 0.0  # what a prompt usually takes to compute
         self._tokens = 0.0  # and how many tokens a sequence usually gets
-        self._first_s = 0.0  # what passes, per token of a prompt to compute, from its start to its first id
-        self._first_off_s = 0.0  # and how far off that is
+        # From a prompt's start to its first id, over what its tokens cost alone; and how far off that is.
+        self._first = self._first_off = 0.0
 
     @property
     def promised(self) -> bool:
@@ -58,16 +59,21 @@ class Pace:
         live.paced = now, len(live.seq.outputs)
         seq = live.seq
         if live.started is not None and seq.num_preempted == 0 and not live.given:
-            tokens = max(1, len(seq.prompt_ids) - seq.num_cached)
-            newest = max(0.0, now - live.started) / tokens
-            off = abs(newest - self._first_s) if self._first_s else newest / 4
-            self._first_s, self._first_off_s = _mean(self._first_s, newest), _mean(self._first_off_s, off)
+            alone_s = self._alone_s(len(seq.prompt_ids) - seq.num_cached)
+            if alone_s > 0.0:
+                newest = max(0.0, now - live.started) / alone_s
+                off = abs(newest - self._first) if self._first else newest / 4
+                self._first, self._first_off = _mean(self._first, newest), _mean(self._first_off, off)
 
     # --- what follows ------------------------------------------------------------------------------
 
     def first_token_s(self, tokens: int) -> float:
         """Return what passes at most, nearly always, from a prompt's start to its first id; `tokens` are computed."""
-        return (self._first_s + MARGIN * self._first_off_s) * tokens
+        return (self._first + MARGIN * self._first_off) * self._alone_s(tokens)
+
+    def _alone_s(self, tokens: int) -> float:
+        """Return what so many tokens of a prompt take, nothing beside them; 0 before anything is known."""
+        return self._costs.prefill_s(max(1, tokens), CHUNK) or 0.0
 
     def step_s(self, running: Iterable[Live], now: float) -> float | None:
         """Return how long the next step may be for the sequences that decode; None: as long as one likes.
