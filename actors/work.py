@@ -249,7 +249,10 @@ class Work:
             yield ItemBatch(self.request_id, self.fence, chunk, self.cached_tokens, ends if last else [])
 
     def acknowledge(self, nexts: list[int], now: float) -> list[int]:
-        """Take the detokenizer's acknowledgement; returns the choices of which it wants no more."""
+        """Take the detokenizer's acknowledgement; returns the choices of which it wants no more.
+
+        One that acknowledges less than before has opened the request anew, with nothing: it gets the rest again.
+        """
         dropped = []
         for choice, upto in enumerate(nexts[: len(self.ids)]):
             if upto < 0:
@@ -258,7 +261,10 @@ class Work:
                     dropped.append(choice)
                 continue
             upto = min(upto, len(self.ids[choice]))
-            if self.acked[choice] < upto:
+            if upto < self.acked[choice] or choice in self.unwanted:
+                self.unwanted.discard(choice)
+                self.acked[choice] = upto  # what was sent is behind now, and repeated
+            elif self.acked[choice] < upto:
                 self.acked[choice] = upto
                 self.sent[choice] = max(self.sent[choice], upto)
                 self.unacked_since = now

@@ -45,6 +45,7 @@ class Target:
     pid: int
     for_s: float = 5.0
     node: str = ""
+    others: tuple[tuple[str, int], ...] = ()  # names and process ids of those that may be met in its place
 
 
 def send_signal(pid: int, signum: signal.Signals) -> bool:
@@ -201,18 +202,24 @@ async def _slow_bus(faults: Faults, target: Target) -> Done:
 async def _poison(faults: Faults, target: Target) -> Done:
     """Send a request that kills the engines that run it; it must be refused, having killed two.
 
+    Placement chooses whom it meets: the victim that is told is the first to die.
+
     Raises:
         RuntimeError: if it ends otherwise.
     """
     if faults.instance is None:
         raise RuntimeError("somebody else's instance has no engine that dies on demand")
-    gone_at = math.inf  # with more engines than it kills the victim may survive: such a fault does not count
+    met = Done("poison", target.victim, target.pid, math.inf)  # nobody has died: such a fault does not count
 
     async def watch() -> None:
-        nonlocal gone_at
-        while psutil.pid_exists(target.pid):
+        nonlocal met
+        alive = ((target.victim, target.pid), *target.others)
+        while math.isinf(met.at):
+            for victim, pid in alive:
+                if not psutil.pid_exists(pid):
+                    met = Done("poison", victim, pid, faults.now())
+                    return
             await asyncio.sleep(0.005)
-        gone_at = faults.now()
 
     watching = asyncio.create_task(watch(), name="watch the victim of a poisonous request")
     try:
@@ -224,7 +231,7 @@ async def _poison(faults: Faults, target: Target) -> Done:
         watching.cancel()
     if answer.status_code != POISONED_STATUS:
         raise RuntimeError(f"a request that kills engines ended with {answer.status_code}: {answer.text[:200]}")
-    return Done("poison", target.victim, target.pid, gone_at)
+    return met
 
 
 FAULTS: dict[str, Perform] = {

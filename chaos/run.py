@@ -347,6 +347,8 @@ class Runner:
             return None
         seen = victims[strike.victim]
         names = self._names(strike.streams)
+        on = {name: self._names(sorted(one.held)) for name, one in victims.items()}
+        others = tuple((name, one.beat.pid) for name, one in victims.items() if name != strike.victim)
         if scenario.works == "burst":
             send_signal(seen.beat.pid, signal.SIGSTOP)
             try:
@@ -355,7 +357,8 @@ class Runner:
             finally:
                 done = await self._perform(act, seen, gremlin, 0)
             return Strike(done, names)
-        return Strike(await self._perform(act, seen, gremlin, 0), names)
+        done = await self._perform(act, seen, gremlin, 0, others)
+        return Strike(done, names if done.victim == strike.victim else on[done.victim])
 
     async def _next(self, act: Act, gremlin: Gremlin, before: list[Strike], number: int) -> Strike | None:
         """Perform one more act of a scenario, under the streams that are in the window now."""
@@ -373,7 +376,9 @@ class Runner:
         ids = sorted(met | (seen.held & window)) or sorted(window)
         return Strike(await self._perform(act, seen, gremlin, number), self._names(ids))
 
-    async def _perform(self, act: Act, seen: Seen, gremlin: Gremlin, number: int) -> Done:
+    async def _perform(
+        self, act: Act, seen: Seen, gremlin: Gremlin, number: int, others: tuple[tuple[str, int], ...] = ()
+    ) -> Done:
         low, high = act.for_s
         for_s = low + (high - low) * draw(gremlin.seed, gremlin.round_, "for", number)
         now = time.monotonic()
@@ -381,7 +386,8 @@ class Runner:
             self._lives.setdefault(seen.name, []).append(now)
         self._out[seen.beat.ref] = math.inf if act.fault in ("kill", "drain") else now + for_s
         self._struck.add(seen.name)
-        return await self._faults.perform(act.fault, Target(seen.name, seen.beat.pid, for_s, seen.beat.node))
+        target = Target(seen.name, seen.beat.pid, for_s, seen.beat.node, others)
+        return await self._faults.perform(act.fault, target)
 
     def _pending(self, label: str) -> frozenset[str]:
         """Ids of this attempt's long prompts that were accepted and have no item yet."""

@@ -193,3 +193,26 @@ def test_an_engine_that_holds_as_many_requests_as_it_may_refuses_more(
         await f.rest(limit_s=5.0)
 
     run(scenario, tmp_path, prefill=prefill, decode=1)
+
+
+def test_a_detokenizer_that_was_given_up_and_chosen_again_gets_everything(tmp_path: Path) -> None:
+    """Scenario: it is told to drop the request and opens it anew, with nothing; the engine sends on to the same one.
+
+    It was acknowledged by it before, and would repeat what lies behind a gap until the deadline.
+    """
+
+    async def scenario(f: Fleet) -> None:
+        stream = await ask_of(f, "admission-0", PROMPT, 100)
+        await f.items(stream, 20)
+        owner, now = f.actor("admission-0"), f.system.clock.now()
+        table = owner._table
+        owned = table.get(stream.request_id)
+        again = owned.detok
+        choose, table._choose_detokenizer = table._choose_detokenizer, lambda record: again
+        owner._perform(table._lose_detok(owned, again, "silent", now))
+        table._choose_detokenizer = choose
+        await f.end(stream, limit_s=5.0)
+        check(stream, PROMPT, 100)
+        await f.rest(limit_s=5.0)
+
+    simulate(scenario, tmp_path)

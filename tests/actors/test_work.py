@@ -162,3 +162,17 @@ def test_transfers_of_two_owners_do_not_share_a_name() -> None:
     one.fence, two.fence = Fence(1, "a.e1", 0), Fence(1, "b.e2", 0)
     (part,) = make_parts(one.record, [[]], [])
     assert one.job(part) != two.job(part)
+
+
+def test_a_detokenizer_that_has_less_than_it_acknowledged_gets_it_again() -> None:
+    """It has opened the request anew, with nothing: a choice of which it wanted no more is wanted again too."""
+    w = work([[5, 6, 7, 8], [9, 9]])
+    list(w.take(0.0))
+    w.acknowledge([3, -1], 0.1)
+    assert w.acknowledge([0, 0], 0.2) == []
+
+    assert w.rewind(0.2 + RESEND_S)
+    batches = list(w.take(0.2 + RESEND_S))
+    assert [(i.choice, i.index) for b in batches for i in b.items] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    w.acknowledge([4, 2], 0.8)
+    assert not w.rewind(0.8 + RESEND_S)
