@@ -142,7 +142,7 @@ def _until(target: int, limit_s: float) -> Callable[[Verdict], bool]:
 
 
 async def full(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all scenarios in turns: first with the real model, then, for what is left of the time, with scripted engines."""
+    """Run all scenarios in turns: with the real model, then, for what is left of the time, with scripted engines."""
     directory = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     began = time.monotonic()
     parts: dict[str, dict[str, Any]] = {}
@@ -170,7 +170,7 @@ async def full(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "check": "chaos-full", "seeds": [args.seed], "minutes": round((time.monotonic() - began) / 60, 1), **sums,
         "num_scenarios": len(names), "longest_stall_ms": stalls, "parts": parts,
-        "ok": enough and all(clean(p) for p in parts.values()) and stalls["max"] <= STALL_LIMIT_S * 1000
+        "ok": enough and all(clean(p) for p in parts.values()) and (stalls["max"] or 0.0) <= STALL_LIMIT_S * 1000
         and (sums["kills_of_decode"] >= FULL_DECODE_KILLS or args.real < FULL_REAL),
     }  # fmt: skip
 
