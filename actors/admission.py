@@ -96,7 +96,7 @@ class AdmissionActor(Actor):
             context_limit=self.context_limit,
             choose_target=self._choose_target,
             refuse=self._refuse_early,
-            promised_s=lambda record: self.config.slo_ttft_s.get(record.request_class),
+            promised_s=self._promised_s,
             survivors=lambda: any(self._members(kind) for kind in ("decode", "both", "prefill")),
         )
         self._records = Records(context, self._table, self._perform, self._accept, self._strikes.of)
@@ -642,10 +642,14 @@ class AdmissionActor(Actor):
         asked = _asked(record, placement)
         since = self._sent.since(placement.first, self._counted(placement.first), senders, self.clock.now())
         engine = standing(first.load, since, age_s=self._silence_s(placement.first))
-        weights, slo_s = self.config.tenant_weights, self.config.slo_ttft_s.get(record.request_class)
+        weights = self.config.tenant_weights
         predicted_s = predicted_ttft_s(engine, asked, placement.service_s, weights)
         least_s = least_ttft_s(engine, asked, placement.service_s, weights)
-        return refusal(engine, predicted_s, least_s, remaining_s, slo_s)
+        return refusal(engine, predicted_s, least_s, remaining_s, self._promised_s(record))
+
+    def _promised_s(self, record: Record) -> float | None:
+        """Return the time to the first token that a request's class is promised."""
+        return self.config.slo_ttft_s.get(record.request_class)
 
     def _choose_detokenizer(self, record: Record) -> Ref | None:
         """Take one on another node where there is one: no single death takes owner and detokenizer.

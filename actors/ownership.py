@@ -420,7 +420,9 @@ class Ownership:
                 return [Send(o.detok, m.FenceIds(**o.head()))]
             o.placement = self._choose_engines(o.record, frozenset(o.suspects))
             o.dispatched = o.started = False
-            error = self._refusal(o, now)
+            fresh = not o.ever_dispatched and o.fence.term == 0 and not any(o.outputs)
+            o.late_at = self._late_at(o) if fresh else 0.0
+            error = self._refusal(o, now) if fresh else None
             if error is not None:
                 if not told:
                     o.choose(None)
@@ -439,18 +441,18 @@ class Ownership:
         return out
 
     def _refusal(self, o: Owned, now: float) -> HeadraceError | None:
-        """Return why a request is refused for what is expected: never once anything was computed for it."""
-        fresh = not o.ever_dispatched and o.fence.term == 0 and not any(o.outputs)
-        promised_s = self._promised_s(o.record) if fresh else None
-        # Its deadline is known by both clocks.
-        wall = o.record.deadline - o.deadline
-        o.late_at = 0.0 if promised_s is None else wall + o.accepted_at + promised_s
-        if o.placement is None or self._refuse is None or not fresh:
+        """Return why a fresh request is refused for what is expected."""
+        if o.placement is None or self._refuse is None:
             return None
         error = self._refuse(o.record, o.placement, o.deadline - now)
         if error is not None:
             o.placement = None
         return error
+
+    def _late_at(self, o: Owned) -> float:
+        """Return when the first token of a fresh request is late, in Unix seconds; its deadline is in both clocks."""
+        promised_s = self._promised_s(o.record)
+        return 0.0 if promised_s is None else o.record.deadline - (o.deadline - o.accepted_at) + promised_s
 
     def _tokenize(self, o: Owned) -> m.Tokenize:
         return asks.tokenize(o, self._me, self._context_limit())

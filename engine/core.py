@@ -402,10 +402,10 @@ class EngineCore:
         """Refuse those whose first token would be too late if they began now; never of an engine that has time."""
         if not len(self._roster.running):
             return []
-        wall, out = self.wall(), []
-        rate = self._drain.rate(self.now())
-        for live in self._roster.hopeless(wall, self._lent.loads, self._pace.first_token_s):
+        out = []
+        for live in self._roster.hopeless(self.wall(), self._lent.loads, self._pace.first_token_s):
             self._remove(live)
+            rate = self._drain.rate(self.now())
             out.append((live.seq.key, (self._roster.queued + live.queued) / rate if rate > 0.0 else 1.0))
         return out
 

@@ -80,9 +80,9 @@ class Pace:
 
         A pace that not even one sequence alone could keep is none.
         """
-        running = list(running)
-        if not self._promised_s or not running:
+        if not self._promised_s:
             return None
+        running = list(running)
         if (least := self._least(running)) is None or self._shortest_s(running) > least:
             return None
         allowed = [one for live in running if (one := self._allowed_s(live, now)) is not None]
@@ -106,9 +106,10 @@ class Pace:
         m that run, each sees m - 1 others' prompts while it gets its tokens. Where not even one alone is so quick there
         is no sense in serving one after another: then as many as decode in `STRETCH` times its step.
         """
+        if not self._promised_s or not self._costs.known:
+            return limit
         running = list(running)
-        least = self._least(running)
-        if least is None or not self._costs.known:
+        if (least := self._least(running)) is None:
             return limit
         share_s = self._prompt_s / max(1.0, self._tokens)
         if (shortest_s := self._shortest_s(running)) > least:
